@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_moe_lb.balancer import LoadBalancer as LoadBalancer
     from ds_moe_lb.gate import GlobalBatchTopKGate as GlobalBatchTopKGate
-    from ds_moe_lb.install import initialize as initialize
-    from ds_moe_lb.install import install as install
+    from ds_moe_lb.installation import initialize as initialize
+    from ds_moe_lb.installation import install as install
     from ds_moe_lb.loss import expert_fraction as expert_fraction
     from ds_moe_lb.loss import load_balancing_loss as load_balancing_loss
     from ds_moe_lb.loss import router_z_loss as router_z_loss
@@ -23,8 +23,8 @@ _HOME = {
     "GlobalBatchTopKGate": "ds_moe_lb.gate",
     "LoadBalancer": "ds_moe_lb.balancer",
     "expert_fraction": "ds_moe_lb.loss",
-    "initialize": "ds_moe_lb.install",
-    "install": "ds_moe_lb.install",
+    "initialize": "ds_moe_lb.installation",
+    "install": "ds_moe_lb.installation",
     "load_balancing_loss": "ds_moe_lb.loss",
     "max_violation": "ds_moe_lb.metrics",
     "router_z_loss": "ds_moe_lb.loss",

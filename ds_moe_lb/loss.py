@@ -96,12 +96,12 @@ def balance_slope(tokens_per_expert_E: Tensor, *, token_weight: Tensor) -> Tenso
     return (token_weight.double() * slope_E).float()
 
 
-def token_weight(num_tokens: Tensor, *, numerator: int) -> Tensor:
-    """``numerator / num_tokens`` in fp64, and 0 where there are no tokens.
+def token_weight(num_tokens: Tensor, *, numerator: int | Tensor) -> Tensor:
+    """The weight w of one token's probabilities, in fp64; 0 where there are no tokens.
 
     Args:
-        num_tokens: scalar integer or fp64 tensor N, summed over the balance group.
-        numerator: D, or D * G where N spans the whole window.
+        num_tokens: integer or fp64 tensor N of any shape, summed over the balance group.
+        numerator: D, or D * G where N spans the whole window; broadcast against ``num_tokens``.
     """
     num_tokens = num_tokens.double()
     return torch.where(num_tokens > 0, numerator / num_tokens.clamp(min=1.0), 0.0)

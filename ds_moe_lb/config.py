@@ -1,0 +1,197 @@
+"""The JSON section `moe_load_balancing`: its keys, their types, and one clear error for what is wrong.
+
+This is the only file that knows JSON keys. Everything else receives a :class:`LoadBalancingConfig`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SECTION = "moe_load_balancing"
+
+Scope = Literal["global_batch", "micro_batch", "sequence", "none"]
+Estimate = Literal["running", "carry", "boundary", "exact"]
+SyncGroupName = Literal["data_parallel", "expert_parallel", "expert_data_parallel"]
+ValidTokens = Literal["mask", "labels", "all"]
+Detail = Literal["model", "layer", "expert"]
+Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+# Values that the section knows but this version does not run: refused, never ignored.
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "scope": ("sequence",),
+    "estimate": ("carry", "exact"),
+    "valid_tokens": ("labels",),
+}
+_NOT_YET_NON_DEFAULT = ("micro_batch_weight", "z_loss_coeff", "bias_update_rate", "schedule")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+class MonitorConfig(_Section):
+    """`moe_load_balancing.monitor`: what is reported through DeepSpeed's monitor, and how often.
+
+    Attributes:
+        enabled: write reports at all.
+        interval: optimizer steps from one report to the next.
+        detail: `model` means over layers; `layer` adds each layer; `expert` adds each expert's load.
+        image_interval: reports from one TensorBoard heat map (layers x experts) to the next; 0 = none.
+    """
+
+    enabled: bool = True
+    interval: int = Field(default=1, ge=1)
+    detail: Detail = "layer"
+    image_interval: int = Field(default=0, ge=0)
+
+
+class LoadBalancingConfig(_Section):
+    """The section `moe_load_balancing` of a DeepSpeed JSON; every field is a key with its default."""
+
+    enabled: bool = True
+    scope: Scope = "global_batch"
+    estimate: Estimate = "running"
+    sync_group: SyncGroupName = "data_parallel"
+    valid_tokens: ValidTokens = "mask"
+    aux_loss_coeff: Coefficient | None = None
+    micro_batch_weight: Coefficient = 0.0
+    z_loss_coeff: Coefficient = 0.0
+    bias_update_rate: Coefficient = 0.0
+    schedule: list[dict[str, Any]] = []
+    monitor: MonitorConfig = MonitorConfig()
+
+
+def parse_config(ds_config: Mapping[str, Any]) -> LoadBalancingConfig | None:
+    """Read and validate the section out of a whole DeepSpeed config.
+
+    Args:
+        ds_config: the DeepSpeed JSON as a mapping.
+
+    Returns:
+        The validated section, or None when it is absent (the plugin stays off).
+
+    Raises:
+        ValueError: naming section, key, value, what is allowed and the nearest valid key; also for a
+            top-level key that looks like a misspelt section name.
+    """
+    if SECTION not in ds_config:
+        _refuse_misspelt_section(ds_config)
+        return None
+    return parse_section(ds_config[SECTION])
+
+
+def parse_section(section: Any) -> LoadBalancingConfig:
+    """Validate the content of the section itself; raises ValueError as :func:`parse_config` does."""
+    if not isinstance(section, Mapping):
+        raise ValueError(
+            f"{SECTION}: got {section!r}, expected an object such as "
+            f'{{"scope": "global_batch", "estimate": "running"}}'
+        )
+    try:
+        config = LoadBalancingConfig(**_checked_keys(section))
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(item) for item in error.errors())) from None
+    _refuse_not_yet(config)
+    _refuse_contradictions(config)
+    return config
+
+
+def _checked_keys(section: Mapping[Any, Any]) -> dict[str, Any]:
+    """JSON objects have string keys; a dict handed over in Python need not."""
+    for key in section:
+        if not isinstance(key, str):
+            raise ValueError(f"{SECTION}: got the key {key!r}, expected one of {_allowed_keys(())}")
+    return dict(section)
+
+
+def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
+    for key in ds_config:
+        if not isinstance(key, str):
+            continue
+        folded = key.lower().replace("-", "_")
+        close = difflib.SequenceMatcher(None, folded, SECTION).ratio() >= 0.75
+        if close or ("moe" in folded and ("bal" in folded or folded.endswith("_lb"))):
+            raise ValueError(
+                f"DeepSpeed config: the section {key!r} is unknown; did you mean {SECTION!r}? "
+                f"DeepSpeed itself would ignore it in silence."
+            )
+
+
+def _model_at(path: tuple[str | int, ...]) -> type[BaseModel]:
+    return MonitorConfig if path[:1] == ("monitor",) else LoadBalancingConfig
+
+
+def _allowed_keys(path: tuple[str | int, ...]) -> str:
+    return ", ".join(repr(name) for name in _model_at(path).model_fields)
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as one line: section.key: got value, expected what."""
+    path: tuple[str | int, ...] = item["loc"]
+    where = ".".join([SECTION, *map(str, path)])
+    if item["type"] == "extra_forbidden":
+        fields = list(_model_at(path[:-1]).model_fields)
+        nearest = difflib.get_close_matches(str(path[-1]), fields, n=1, cutoff=0.5)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        return f"{where}: unknown key.{hint} Allowed keys: {_allowed_keys(path[:-1])}"
+    return f"{where}: got {item['input']!r}, expected {_expected(path, item)}"
+
+
+def _expected(path: tuple[str | int, ...], item: Any) -> str:
+    if item["type"] == "literal_error":
+        field = _model_at(path).model_fields[str(path[-1] if path[0] == "monitor" else path[0])]
+        choices = [repr(choice) for choice in get_args(field.annotation)]
+        nearest = difflib.get_close_matches(str(item["input"]), get_args(field.annotation), n=1)
+        hint = f" (nearest: {nearest[0]!r})" if nearest else ""
+        return f"one of {', '.join(choices)}{hint}"
+    if path == ("aux_loss_coeff",):
+        return "null or a finite number >= 0"
+    expected = {
+        "float_type": "a finite number >= 0",
+        "finite_number": "a finite number >= 0",
+        "int_type": "an integer",
+        "bool_type": "true or false",
+        "list_type": "a list of objects",
+        "dict_type": "an object",
+        "model_type": f"an object with the keys {_allowed_keys(path)}",
+        "model_attributes_type": f"an object with the keys {_allowed_keys(path)}",
+    }
+    if item["type"] == "greater_than_equal":
+        return f"a number >= {item['ctx']['ge']:g}"
+    return expected.get(item["type"], item["msg"])
+
+
+def _refuse_not_yet(config: LoadBalancingConfig) -> None:
+    defaults = LoadBalancingConfig()
+    for key, values in _NOT_YET.items():
+        value = getattr(config, key)
+        if value in values:
+            raise ValueError(
+                f"{SECTION}.{key}: {value!r} is not available in this version of ds_moe_lb; "
+                f"use {getattr(defaults, key)!r}"
+            )
+    for key in _NOT_YET_NON_DEFAULT:
+        value = getattr(config, key)
+        if value != getattr(defaults, key):
+            raise ValueError(
+                f"{SECTION}.{key}: got {value!r}, but only {getattr(defaults, key)!r} is available in "
+                f"this version of ds_moe_lb"
+            )
+
+
+def _refuse_contradictions(config: LoadBalancingConfig) -> None:
+    if config.scope == "none" and config.aux_loss_coeff:
+        raise ValueError(
+            f"{SECTION}: scope 'none' only measures, so aux_loss_coeff must be null or 0, "
+            f"got {config.aux_loss_coeff!r}; for a loss choose scope 'global_batch'"
+        )
+    if config.scope != "global_batch":
+        for key in ("estimate", "sync_group"):
+            default = getattr(LoadBalancingConfig(), key)
+            if getattr(config, key) != default:
+                raise ValueError(
+                    f"{SECTION}.{key}: got {getattr(config, key)!r}, which means something only with "
+                    f"scope 'global_batch'; with scope {config.scope!r} leave it out"
+                )

@@ -1,0 +1,244 @@
+"""The window: int64 expert counts of all layers from the first micro-step to the optimizer step.
+
+No collectives and no DeepSpeed here. All layers share one flat layout so that one reduction, and a
+handful of tensor operations, serve the whole model.
+
+Shape legend: L layers on this rank, E experts of one layer, F = sum of E over the layers (flat).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_moe_lb import loss
+
+# Besides its counts every layer sends x, x^2 and rank * x of x = "which call of which layer is this";
+# they tell after the reduction whether all ranks were at the same place, and if not, which one was not.
+HEADER = 3
+_CALLS = 16
+
+
+@dataclass(frozen=True)
+class RouterLayer:
+    """What the window needs to know of one MoE layer.
+
+    Attributes:
+        index: position among the MoE layers of this rank.
+        name: module name in the model.
+        num_experts: E, over all expert-parallel ranks.
+        top_k: experts per token.
+    """
+
+    index: int
+    name: str
+    num_experts: int
+    top_k: int
+
+
+class CountLayout:
+    """Where each layer's numbers stand in the flat tensors.
+
+    `counts` tensors are ``(F,)``; `message` tensors, which travel, are ``(F + 3 L,)``: each layer's counts
+    followed by its header.
+    """
+
+    def __init__(self, layers: Sequence[RouterLayer], device: torch.device) -> None:
+        self.layers = tuple(layers)
+        self.device = device
+        self.count_slices: list[slice] = []
+        self.message_slices: list[slice] = []
+        flat = message = 0
+        for layer in self.layers:
+            self.count_slices.append(slice(flat, flat + layer.num_experts))
+            self.message_slices.append(slice(message, message + layer.num_experts + HEADER))
+            flat += layer.num_experts
+            message += layer.num_experts + HEADER
+        self.num_counts, self.message_size = flat, message
+        sizes = torch.tensor([layer.num_experts for layer in self.layers])
+        self.layer_of_expert_F = torch.repeat_interleave(torch.arange(len(self.layers)), sizes).to(device)
+        self.num_experts_L = sizes.to(device)
+        self.top_k_L = torch.tensor([layer.top_k for layer in self.layers], device=device)
+        in_message = torch.cat(
+            [torch.arange(s.start, s.stop - HEADER) for s in self.message_slices]
+        )
+        self._counts_in_message = in_message.to(device)
+        headers = [torch.arange(s.stop - HEADER, s.stop) for s in self.message_slices]
+        self._headers_in_message = torch.stack(headers).to(device)
+
+    def zeros(self, dtype: torch.dtype = torch.int64) -> Tensor:
+        """A flat ``(F,)`` tensor of zeros."""
+        return torch.zeros(self.num_counts, dtype=dtype, device=self.device)
+
+    def per_layer_sum(self, flat_F: Tensor) -> Tensor:
+        """``(F,)`` -> ``(L,)``: sum over each layer's experts."""
+        sums = torch.zeros(len(self.layers), dtype=flat_F.dtype, device=flat_F.device)
+        return sums.index_add_(0, self.layer_of_expert_F, flat_F)
+
+    def per_layer_max(self, flat_F: Tensor) -> Tensor:
+        """``(F,)`` -> ``(L,)``: maximum over each layer's experts (of non-negative values)."""
+        peaks = torch.zeros(len(self.layers), dtype=flat_F.dtype, device=flat_F.device)
+        return peaks.scatter_reduce_(0, self.layer_of_expert_F, flat_F, "amax")
+
+    def num_tokens(self, counts_F: Tensor) -> Tensor:
+        """``(F,)`` int64 counts -> ``(L,)`` fp64 tokens: every token makes k selections."""
+        return self.per_layer_sum(counts_F).double() / self.top_k_L
+
+    def pack(self, counts_F: Tensor, positions: Sequence[int], rank: int) -> Tensor:
+        """Build the message of all layers: counts and headers, ``(F + 3 L,)`` int64."""
+        message = torch.empty(self.message_size, dtype=torch.int64, device=self.device)
+        message[self._counts_in_message] = counts_F
+        headers = torch.tensor([header(x, rank) for x in positions], dtype=torch.int64)
+        message[self._headers_in_message] = headers.to(self.device)
+        return message
+
+    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a message into counts ``(F,)`` and headers ``(L, 3)``."""
+        return message[self._counts_in_message], message[self._headers_in_message]
+
+    def slopes(self, counts_F: Tensor, token_weight_L: Tensor) -> Tensor:
+        """``w E f`` of every layer at once, ``(F,)`` fp32; see :func:`ds_moe_lb.loss.balance_slope`."""
+        total_L = self.per_layer_sum(counts_F).clamp(min=1).double()
+        scale_L = token_weight_L.double() * self.num_experts_L / total_L
+        return (counts_F.double() * scale_L[self.layer_of_expert_F]).float()
+
+
+def position(*, micro_step: int, call: int, layer: int, num_layers: int) -> int:
+    """The number x that ranks compare: the same on all of them iff they are at the same call."""
+    return (micro_step * _CALLS + call % _CALLS) * num_layers + layer
+
+
+def describe_position(x: int, layers: Sequence[RouterLayer]) -> str:
+    """Say in words where a rank with the position x is."""
+    step_and_call, layer = divmod(x, len(layers))
+    micro_step, call = divmod(step_and_call, _CALLS)
+    return f"micro-step {micro_step}, call {call} of layer {layers[layer].name!r}"
+
+
+def header(x: int, rank: int) -> list[int]:
+    """What a rank at position x adds to its counts: ``[x, x^2, rank * x]``."""
+    return [x, x * x, rank * x]
+
+
+@dataclass
+class MicroStep:
+    """What one counted forward of the whole model leaves behind.
+
+    Attributes:
+        index: m, 1 for the first micro-step of the window.
+        counts_F: local counts, int64.
+        calls: calls of each layer in this forward.
+        slopes_F: ``w E f`` of all layers, fp32; None until its reduction was awaited.
+        prob_sum_F: local sums of valid probabilities, fp32; None in windows without a report.
+        used_L: local value of the balancing loss of each layer, where it was made in forward.
+    """
+
+    index: int
+    counts_F: Tensor
+    calls: list[int]
+    slopes_F: Tensor | None = None
+    prob_sum_F: Tensor | None = None
+    used_L: Tensor | None = None
+
+
+@dataclass
+class CompleteWindow:
+    """Counts of a finished window, summed over the balance group.
+
+    Attributes:
+        counts_F: ``(F,)`` int64.
+        calls_per_micro_step: for each layer; 1 unless the model calls it several times per forward.
+    """
+
+    counts_F: Tensor
+    calls_per_micro_step: list[float]
+
+
+@dataclass
+class Window:
+    """Counts since the last optimizer step.
+
+    Attributes:
+        layout: the flat layout.
+        num_micro_steps: m so far.
+        local_F: this rank's counts, int64.
+        global_F: counts of the balance group as far as they were reduced, int64 (estimate `running`).
+        calls: calls of each layer so far.
+    """
+
+    layout: CountLayout
+    num_micro_steps: int = 0
+    local_F: Tensor = field(init=False)
+    global_F: Tensor = field(init=False)
+    calls: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.local_F = self.layout.zeros()
+        self.global_F = self.layout.zeros()
+        self.calls = [0] * len(self.layout.layers)
+
+    def begin_micro_step(self, *, with_probs: bool) -> MicroStep:
+        """Open the record of the next counted forward."""
+        self.num_micro_steps += 1
+        num_layers = len(self.layout.layers)
+        return MicroStep(
+            index=self.num_micro_steps,
+            counts_F=self.layout.zeros(),
+            calls=[0] * num_layers,
+            prob_sum_F=self.layout.zeros(torch.float32) if with_probs else None,
+            used_L=torch.zeros(num_layers, dtype=torch.float32, device=self.layout.device)
+            if with_probs
+            else None,
+        )
+
+    def add(self, micro_step: MicroStep, *, layer: int, counts_E: Tensor) -> None:
+        """Count one call of one layer on this rank."""
+        micro_step.counts_F[self.layout.count_slices[layer]] += counts_E
+        micro_step.calls[layer] += 1
+        self.calls[layer] += 1
+
+    def end_micro_step(self, micro_step: MicroStep) -> None:
+        """Close the record: the model's forward has ended."""
+        self.local_F += micro_step.counts_F
+
+    def running_slopes(
+        self, micro_step: MicroStep, global_counts_F: Tensor, *, num_ranks_L: Tensor
+    ) -> Tensor:
+        """Take in a micro-step's reduced counts; ``w E f`` with f over micro-steps 1..m and w = D / N_m.
+
+        A layer called c times in one forward makes c terms over shared counts, each over 1/c of N_m.
+        """
+        self.global_F += global_counts_F
+        tokens_L = self.layout.num_tokens(global_counts_F)
+        weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L)
+        if max(micro_step.calls) > 1:
+            weight_L = weight_L * torch.tensor(micro_step.calls, device=weight_L.device).clamp(min=1)
+        return self.layout.slopes(self.global_F, weight_L)
+
+    def running_slope(self, *, layer: int, global_counts_E: Tensor, num_ranks: int) -> Tensor:
+        """The same for one call of one layer, whose counts were reduced by themselves; ``(E,)``."""
+        where = self.layout.count_slices[layer]
+        self.global_F[where] += global_counts_E
+        tokens = global_counts_E.sum().double() / self.layout.layers[layer].top_k
+        weight = loss.token_weight(tokens, numerator=num_ranks)
+        return loss.balance_slope(self.global_F[where], token_weight=weight)
+
+    def complete(self, global_counts_F: Tensor) -> CompleteWindow:
+        """The finished window, once its counts are summed over the balance group."""
+        micro_steps = max(self.num_micro_steps, 1)
+        return CompleteWindow(global_counts_F, [calls / micro_steps for calls in self.calls])
+
+
+def boundary_slopes(
+    previous: CompleteWindow,
+    *,
+    layout: CountLayout,
+    num_ranks_L: Tensor,
+    gradient_accumulation_steps: int,
+) -> Tensor:
+    """``w E f`` of all layers with f over the previous window and ``w = D G / N_prev``; ``(F,)`` fp32."""
+    tokens_L = layout.num_tokens(previous.counts_F)
+    weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L * gradient_accumulation_steps)
+    calls_L = torch.tensor(previous.calls_per_micro_step, dtype=torch.float64, device=weight_L.device)
+    return layout.slopes(previous.counts_F, weight_L * calls_L)

@@ -1,0 +1,231 @@
+"""Which ranks share their counts, and every collective of the plugin.
+
+Counts travel in process groups of their own, so that a mistake here can never pair with a collective of
+ZeRO. A group of one rank is None and makes no collective at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from torch import Tensor
+
+from ds_moe_lb import _compat
+from ds_moe_lb.counts import HEADER, CountLayout, RouterLayer, describe_position
+
+ProcessGroup = Any
+
+
+@dataclass(frozen=True)
+class CountGroup:
+    """Ranks whose counts are summed together.
+
+    Attributes:
+        ranks: global ranks, ascending.
+        group: process group of the plugin's own, None for a single rank.
+        num_ranks: D of the formulas: what the engine divides by, within this group.
+    """
+
+    ranks: tuple[int, ...]
+    group: ProcessGroup | None
+    num_ranks: int
+
+
+class GroupFactory:
+    """Creates count groups; every rank of the world must make the same calls in the same order."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def create(self, ranks: Sequence[int], *, replicas: int = 1) -> CountGroup:
+        """Make the group of these ranks, or return the one made before.
+
+        Args:
+            ranks: global ranks of the group that this rank belongs to.
+            replicas: sequence-parallel size, which the engine does not divide by.
+        """
+        mine = tuple(sorted(ranks))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        if len(everyone) > 1:
+            dist.all_gather_object(everyone, mine, group=dist.get_world_group())
+        else:
+            everyone = [mine]
+        for members in sorted(set(everyone)):
+            # torch wants all ranks of the world in every new_group call, members or not.
+            if len(members) > 1 and members not in self._made:
+                self._made[members] = dist.new_group(list(members))
+        return CountGroup(mine, self._made.get(mine), max(len(mine) // replicas, 1))
+
+    def destroy(self) -> None:
+        """Give the groups back; called when the plugin is uninstalled."""
+        for members, group in self._made.items():
+            if dist.get_rank() in members:
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+
+@dataclass
+class PendingCounts:
+    """An asynchronous sum of one message; `wait` returns it and blocks this rank's stream only."""
+
+    parts: list[tuple[Tensor, Any, Tensor | None]]
+    message: Tensor
+
+    def wait(self) -> Tensor:
+        for part, work, where in self.parts:
+            if work is not None:
+                work.wait()
+            if where is not None:
+                self.message[where] = part
+        self.parts = []
+        return self.message
+
+
+class CountReducer:
+    """Sums the counts of all layers, or of one, over each layer's count group."""
+
+    def __init__(self, layout: CountLayout, groups: Sequence[CountGroup]) -> None:
+        """Args:
+        layout: the flat layout.
+        groups: for each layer its count group.
+        """
+        self.groups = tuple(groups)
+        self.rank = dist.get_rank()
+        self.num_collectives = 0
+        self.num_bytes = 0
+        self._layers_of: dict[tuple[int, ...], list[int]] = {}
+        for layer, count_group in enumerate(groups):
+            self._layers_of.setdefault(count_group.ranks, []).append(layer)
+        self._where = {
+            ranks: torch.cat(
+                [
+                    torch.arange(layout.message_slices[layer].start, layout.message_slices[layer].stop)
+                    for layer in layers
+                ]
+            ).to(layout.device)
+            for ranks, layers in self._layers_of.items()
+        }
+
+    @property
+    def num_collectives_per_message(self) -> int:
+        """Collectives of one message of all layers: one for each distinct group of several ranks."""
+        return sum(len(ranks) > 1 for ranks in self._layers_of)
+
+    def start(self, message: Tensor) -> PendingCounts:
+        """Launch the sum of a message of all layers (``CountLayout.pack``); reuses its memory."""
+        if len(self._layers_of) == 1:
+            return PendingCounts([(message, self._launch(message, self.groups[0]), None)], message)
+        parts: list[tuple[Tensor, Any, Tensor | None]] = []
+        for ranks, layers in self._layers_of.items():
+            part = message[self._where[ranks]]
+            parts.append((part, self._launch(part, self.groups[layers[0]]), self._where[ranks]))
+        return PendingCounts(parts, message)
+
+    def start_layer(self, message: Tensor, *, layer: int) -> PendingCounts:
+        """Launch the sum of one layer's ``(E + 3,)`` message; reuses its memory."""
+        return PendingCounts([(message, self._launch(message, self.groups[layer]), None)], message)
+
+    def _launch(self, tensor: Tensor, count_group: CountGroup) -> Any:
+        if count_group.group is None:
+            return None
+        self.num_collectives += 1
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        return dist.all_reduce(tensor, group=count_group.group, async_op=True)
+
+
+def check_positions(
+    sums_LH: Tensor,
+    own: Sequence[int],
+    *,
+    rank: int,
+    groups: Sequence[CountGroup],
+    layers: Sequence[RouterLayer],
+) -> None:
+    """Raise if the ranks were not at the same call when they reduced; reads host memory only.
+
+    Args:
+        sums_LH: ``(L, 3)`` int64 on the CPU, sums over the group of x, x^2 and rank * x.
+        own: this rank's x for each layer.
+        rank: this global rank.
+        groups: each layer's count group.
+        layers: the layers.
+
+    Raises:
+        RuntimeError: naming the rank that was elsewhere, and where it was.
+    """
+    for layer, ((total, squares, weighted), x, count_group) in enumerate(
+        zip(sums_LH.tolist(), own, groups, strict=True)
+    ):
+        size = len(count_group.ranks)
+        if size == 1 or (total == size * x and squares == size * x * x):
+            continue
+        # One rank alone away from the others can be named without another collective, which the
+        # ranks, being at different places, could not be trusted to pair. Seen from any rank that is
+        # not the odd one: total = size * x + delta.
+        delta = total - size * x
+        offset = weighted - x * sum(count_group.ranks)
+        culprit = offset // delta if delta and offset % delta == 0 else None
+        here = describe_position(x, layers)
+        if culprit in count_group.ranks and squares == (size - 1) * x * x + (x + delta) ** 2:
+            there = describe_position(x + delta, layers) if x + delta >= 0 else "elsewhere"
+            detail = f"rank {culprit} was at {there}, rank {rank} at {here}"
+        else:
+            detail = f"rank {rank} was at {here} and differs from the other ranks of its group"
+        raise RuntimeError(
+            f"moe_load_balancing: the ranks {list(count_group.ranks)} disagree at layer "
+            f"{layers[layer].name!r}: {detail}. All ranks must run the same MoE layers and the same "
+            f"number of micro-steps; counts summed here would be wrong."
+        )
+
+
+def data_parallel_ranks(engine: Any) -> list[int]:
+    """Ranks over which the engine averages the gate's gradient (data x sequence parallel)."""
+    return list(dist.get_all_ranks_from_group(engine.seq_data_parallel_group))
+
+
+def expert_group_ranks(expert_group_name: str, *, kind: str) -> list[int]:
+    """Ranks of the `expert_parallel` or `expert_data_parallel` group of an MoE layer."""
+    group = _compat.expert_group(expert_group_name, kind=kind)
+    return list(dist.get_all_ranks_from_group(group))
+
+
+def sum_report(vector: Tensor, *, count_group: CountGroup) -> Tensor:
+    """Sum a report's fp64 vector over all data-parallel ranks: the one collective of the monitor."""
+    if count_group.group is not None:
+        dist.all_reduce(vector, group=count_group.group)
+    return vector
+
+
+def compare_signatures(signature: dict[str, Any], *, count_group: CountGroup) -> None:
+    """Raise RuntimeError naming rank and difference if the ranks were set up differently.
+
+    gloo does not reject mismatched collectives, so this is asked once, before the first count.
+    """
+    if count_group.group is None:
+        return
+    everyone: list[Any] = [None] * len(count_group.ranks)
+    dist.all_gather_object(everyone, signature, group=count_group.group)
+    first = everyone[0]
+    for rank, other in zip(count_group.ranks, everyone, strict=True):
+        for key in first:
+            if other[key] != first[key]:
+                raise RuntimeError(
+                    f"moe_load_balancing: rank {rank} has {key} = {other[key]!r}, rank "
+                    f"{count_group.ranks[0]} has {first[key]!r}; all ranks need the same model and config"
+                )
+
+
+__all__ = [
+    "HEADER",
+    "CountGroup",
+    "CountReducer",
+    "GroupFactory",
+    "PendingCounts",
+    "check_positions",
+    "compare_signatures",
+    "data_parallel_ranks",
+    "expert_group_ranks",
+    "sum_report",
+]
