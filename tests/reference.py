@@ -1,0 +1,200 @@
+"""The reference of the balancing gradient: one process, fp64, python loops, nothing clever.
+
+Written from the mathematics alone; imports neither torch nor the package under test. One call looks at
+one MoE layer over one accumulation window. The selections are an *input* (the recorded ones), so near
+ties cannot make the reference disagree.
+
+Indices: m micro-step, r rank, t token, c choice, e expert, i feature. ``x[m][r]`` is a list of token
+rows. Per token the router is ``logits_e = sum_i W_ei x_ti``, ``p = softmax(logits)``.
+
+What a rank's micro-batch supplies to its backward is
+
+    share = coeff * w * E * sum_e f_e * (sum over valid t of p_te)
+
+and the engine divides the sum over micro-steps by G and, for a replicated weight, the sum over ranks by
+D. f carries no gradient, and ``d p_te / d logit_ta = p_te ([e = a] - p_ta)``, hence
+
+    d share / d logit_ta = coeff * w * E * p_ta * (f_a - sum_e f_e p_te)     for valid t, else 0
+    d share / d W_ai     = sum_t d share / d logit_ta * x_ti
+    d share / d x_ti     = sum_a d share / d logit_ta * W_ai
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Row = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one layer's router saw in one accumulation window; every list is ``[micro-step][rank]``."""
+
+    weight: Sequence[Row]  # (E, M)
+    inputs: Sequence[Sequence[Sequence[Row]]]  # then [token][feature]
+    selections: Sequence[Sequence[Sequence[Sequence[int]]]]  # then [token][choice] -> expert
+    valid: Sequence[Sequence[Sequence[bool]]]  # then [token]
+    top_k: int
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.weight)
+
+    @property
+    def num_micro_steps(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.inputs[0])
+
+
+@dataclass(frozen=True)
+class Result:
+    """The reference's answer for one layer and one window."""
+
+    counts: list[list[list[int]]]  # [m][r][e]: selections by valid tokens
+    expert_fraction: list[list[list[float]]]  # [m][r][e]: the f that rank r used
+    shares: list[list[float]]  # [m][r]: what native l_aux shows, no coefficient
+    losses: list[float]  # [m]: mean of the shares over ranks
+    weight_grad: list[list[float]]  # (E, M): as the engine leaves it
+    input_grads: list[list[list[list[float]]]]  # [m][r][t][i]: of share / G, not averaged over D
+
+
+def softmax(logits: Row) -> list[float]:
+    """The probabilities of one token."""
+    top = max(logits)
+    exponentials = [math.exp(value - top) for value in logits]
+    total = math.fsum(exponentials)
+    return [value / total for value in exponentials]
+
+
+def count(selections: Sequence[Sequence[int]], valid: Sequence[bool], num_experts: int) -> list[int]:
+    """How often each expert was selected by the valid tokens."""
+    counts = [0] * num_experts
+    for experts, counts_at_all in zip(selections, valid, strict=True):
+        if counts_at_all:
+            for expert in experts:
+                counts[expert] += 1
+    return counts
+
+
+def fraction(counts: Sequence[int]) -> list[float]:
+    """f: the counts divided by their sum; zeros when nothing was counted."""
+    total = sum(counts)
+    return [n / total if total else 0.0 for n in counts]
+
+
+def add(*all_counts: Sequence[int]) -> list[int]:
+    """Elementwise sum."""
+    return [sum(column) for column in zip(*all_counts, strict=True)]
+
+
+def window_counts(window: Window) -> list[list[int]]:
+    """Per rank the selections of the whole window: ``[r][e]``."""
+    per_rank = []
+    for r in range(window.num_ranks):
+        total = [0] * window.num_experts
+        for m in range(window.num_micro_steps):
+            selections, valid = window.selections[m][r], window.valid[m][r]
+            total = add(total, count(selections, valid, window.num_experts))
+        per_rank.append(total)
+    return per_rank
+
+
+def balance(
+    window: Window,
+    *,
+    estimate: str,
+    previous: Window | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
+    coeff: float = 1.0,
+) -> Result:
+    """Loss, counts and gradients of one layer over one window.
+
+    Args:
+        estimate: 'running' (counts of micro-steps 1..m), 'boundary' (counts of ``previous``, which is
+            the last complete window; None yet: as 'running') or 'micro_batch' (own counts, own mean).
+        groups: the ranks that share counts, a partition; None = all ranks are one group.
+        coeff: factor on the loss, applied to the gradients and not to ``shares`` and ``losses``.
+    """
+    num_ranks, num_steps, num_experts = window.num_ranks, window.num_micro_steps, window.num_experts
+    if groups is None:
+        groups = [list(range(num_ranks))]
+    if estimate == "boundary" and previous is None:
+        estimate = "running"
+
+    counts = [
+        [
+            count(window.selections[m][r], window.valid[m][r], num_experts)
+            for r in range(num_ranks)
+        ]
+        for m in range(num_steps)
+    ]
+    weight_grad = [[0.0] * len(row) for row in window.weight]
+    all_fractions, shares, input_grads = [], [], []
+
+    for m in range(num_steps):
+        fractions_m, shares_m, input_grads_m = [], [], []
+        for r in range(num_ranks):
+            group = next(g for g in groups if r in g)
+            # f and the weight w of one token.
+            if estimate == "running":
+                seen = add(*[counts[step][rank] for step in range(m + 1) for rank in group])
+                tokens = sum(sum(counts[m][rank]) for rank in group) / window.top_k
+                numerator = float(len(group))
+            elif estimate == "boundary":
+                assert previous is not None
+                before = window_counts(previous)
+                seen = add(*[before[rank] for rank in group])
+                tokens = sum(seen) / window.top_k
+                numerator = float(len(group) * num_steps)
+            elif estimate == "micro_batch":
+                seen = counts[m][r]
+                tokens = sum(seen) / window.top_k
+                numerator = 1.0
+            else:
+                raise ValueError(f"unknown estimate {estimate!r}")
+            f = fraction(seen)
+            w = numerator / tokens if tokens else 0.0
+
+            share = 0.0
+            input_grads_mr = []
+            for t, x in enumerate(window.inputs[m][r]):
+                if not window.valid[m][r][t]:
+                    input_grads_mr.append([0.0] * len(x))
+                    continue
+                p = softmax([_dot(row, x) for row in window.weight])
+                mean_f = _dot(f, p)
+                share += w * num_experts * mean_f
+                slope = [
+                    coeff * w * num_experts * p[e] * (f[e] - mean_f) for e in range(num_experts)
+                ]
+                for e in range(num_experts):
+                    for i in range(len(x)):
+                        weight_grad[e][i] += slope[e] * x[i] / (num_ranks * num_steps)
+                input_grads_mr.append(
+                    [
+                        _dot(slope, [window.weight[e][i] for e in range(num_experts)]) / num_steps
+                        for i in range(len(x))
+                    ]
+                )
+            fractions_m.append(f)
+            shares_m.append(share)
+            input_grads_m.append(input_grads_mr)
+        all_fractions.append(fractions_m)
+        shares.append(shares_m)
+        input_grads.append(input_grads_m)
+
+    return Result(
+        counts=counts,
+        expert_fraction=all_fractions,
+        shares=shares,
+        losses=[sum(shares_m) / num_ranks for shares_m in shares],
+        weight_grad=weight_grad,
+        input_grads=input_grads,
+    )
+
+
+def _dot(a: Row, b: Row) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
