@@ -1,4 +1,4 @@
-"""The package. Settings of tools are in pyproject.toml, exact tested versions in launch/constraints.txt."""
+"""The package. Settings of tools: pyproject.toml; exact tested versions: launch/constraints.txt."""
 
 import re
 from pathlib import Path
