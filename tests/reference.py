@@ -1,18 +1,18 @@
 """The reference of the balancing gradient: one process, fp64, python loops, nothing clever.
 
-Written from the mathematics alone; imports neither torch nor the package under test. One call looks at
-one MoE layer over one accumulation window. The selections are an *input* (the recorded ones), so near
-ties cannot make the reference disagree.
+Written from the mathematics alone; imports neither torch nor the package under test. One call
+looks at one MoE layer over one accumulation window. The selections are an *input* (the recorded
+ones), so near ties cannot make the reference disagree.
 
-Indices: m micro-step, r rank, t token, c choice, e expert, i feature. ``x[m][r]`` is a list of token
-rows. Per token the router is ``logits_e = sum_i W_ei x_ti``, ``p = softmax(logits)``.
+Indices: m micro-step, r rank, t token, c choice, e expert, i feature. ``x[m][r]`` is a list of
+token rows. Per token the router is ``logits_e = sum_i W_ei x_ti``, ``p = softmax(logits)``.
 
 What a rank's micro-batch supplies to its backward is
 
     share = coeff * w * E * sum_e f_e * (sum over valid t of p_te)
 
-and the engine divides the sum over micro-steps by G and, for a replicated weight, the sum over ranks by
-D. f carries no gradient, and ``d p_te / d logit_ta = p_te ([e = a] - p_ta)``, hence
+and the engine divides the sum over micro-steps by G and, for a replicated weight, the sum over
+ranks by D. f carries no gradient, and ``d p_te / d logit_ta = p_te ([e = a] - p_ta)``, hence
 
     d share / d logit_ta = coeff * w * E * p_ta * (f_a - sum_e f_e p_te)     for valid t, else 0
     d share / d W_ai     = sum_t d share / d logit_ta * x_ti
@@ -28,7 +28,7 @@ Row = Sequence[float]
 
 @dataclass(frozen=True)
 class Window:
-    """What one layer's router saw in one accumulation window; every list is ``[micro-step][rank]``."""
+    """What one layer's router saw in one window; every list is ``[micro-step][rank]``."""
 
     weight: Sequence[Row]  # (E, M)
     inputs: Sequence[Sequence[Sequence[Row]]]  # then [token][feature]
@@ -69,7 +69,9 @@ def softmax(logits: Row) -> list[float]:
     return [value / total for value in exponentials]
 
 
-def count(selections: Sequence[Sequence[int]], valid: Sequence[bool], num_experts: int) -> list[int]:
+def count(
+    selections: Sequence[Sequence[int]], valid: Sequence[bool], num_experts: int
+) -> list[int]:
     """How often each expert was selected by the valid tokens."""
     counts = [0] * num_experts
     for experts, counts_at_all in zip(selections, valid, strict=True):
@@ -113,8 +115,8 @@ def balance(
     """Loss, counts and gradients of one layer over one window.
 
     Args:
-        estimate: 'running' (counts of micro-steps 1..m), 'boundary' (counts of ``previous``, which is
-            the last complete window; None yet: as 'running') or 'micro_batch' (own counts, own mean).
+        estimate: 'running' (counts of micro-steps 1..m), 'boundary' (counts of ``previous``, the
+            last complete window; None yet: as 'running') or 'micro_batch' (own counts and mean).
         groups: the ranks that share counts, a partition; None = all ranks are one group.
         coeff: factor on the loss, applied to the gradients and not to ``shares`` and ``losses``.
     """
@@ -125,10 +127,7 @@ def balance(
         estimate = "running"
 
     counts = [
-        [
-            count(window.selections[m][r], window.valid[m][r], num_experts)
-            for r in range(num_ranks)
-        ]
+        [count(window.selections[m][r], window.valid[m][r], num_experts) for r in range(num_ranks)]
         for m in range(num_steps)
     ]
     weight_grad = [[0.0] * len(row) for row in window.weight]

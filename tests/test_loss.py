@@ -51,7 +51,7 @@ def test_expert_fraction_of_nothing_is_zero():
 
 
 def test_counts_above_2_to_the_24_stay_exact():
-    # float32 cannot tell 2^24 from 2^24 + 1: counts turned to float32 first would give equal shares.
+    # float32 cannot tell 2^24 from 2^24 + 1: float32 counts would give equal shares.
     n = 2**24
     fraction = expert_fraction(torch.tensor([n, n + 1]), dtype=torch.float64)
     assert fraction[0].item() == pytest.approx(n / (2 * n + 1), rel=1e-15)
@@ -79,7 +79,7 @@ def test_mean_prob_keeps_fp64():
     probs = (x @ weight.T).softmax(dim=1)
     mean = mean_prob(probs, valid_mask_T=valid)
     assert mean.dtype == torch.float64
-    assert torch.equal(mean, mean_prob(probs[valid]))
+    torch.testing.assert_close(mean, mean_prob(probs[valid]), rtol=0, atol=1e-15)
     assert mean.sum().item() == pytest.approx(1.0, abs=1e-14)
 
 
@@ -152,7 +152,8 @@ def test_oracle_layers_are_not_pooled():
 
 def test_oracle_padding():
     # 8 real tokens balanced over 4 experts, 8 padding tokens on expert 0 with p_0 = .97.
-    # Unmasked: f = (10, 2, 2, 2) / 16, P_0 = (.25 + .97) / 2 = .61: 4 (.625 * .61 + .125 * .39) = 1.72.
+    # Unmasked: f = (10, 2, 2, 2) / 16, P_0 = (.25 + .97) / 2 = .61, and
+    # 4 (.625 * .61 + .125 * .39) = 1.72.
     real = torch.full((8, 4), 0.25, dtype=torch.float64)
     padding = torch.tensor([[0.97, 0.01, 0.01, 0.01]], dtype=torch.float64).expand(8, 4)
     probs = torch.cat([real, padding])

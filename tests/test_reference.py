@@ -1,7 +1,7 @@
 """The reference itself, against numbers worked by hand and against finite differences.
 
-Most cases use one feature and two experts with W = (ln 3, 0): a token x = 1 has p = (3/4, 1/4) and a
-token x = 0 has p = (1/2, 1/2).
+Most cases use one feature and two experts with W = (ln 3, 0): a token x = 1 has p = (3/4, 1/4) and
+a token x = 0 has p = (1/2, 1/2).
 """
 
 import math
@@ -48,8 +48,8 @@ def test_one_rank_one_step():
 
 
 def test_opposite_ranks_balance_each_other():
-    # Rank 0: token 1 selects expert 0. Rank 1: token 0 selects expert 1. Global f = (1/2, 1/2), so the
-    # loss is 1 and nothing pulls; each rank alone is collapsed: (3/4 + 1/2) * 2 / 2 = 5/4.
+    # Rank 0: token 1 selects expert 0. Rank 1: token 0 selects expert 1. Global f = (1/2, 1/2), so
+    # the loss is 1 and nothing pulls; each rank alone is collapsed: (3/4 + 1/2) * 2 / 2 = 5/4.
     window = _window([[[ONE], [ZERO]]], [[[[0]], [[1]]]])
     together = reference.balance(window, estimate="running")
     assert together.losses == pytest.approx([1.0], abs=1e-15)
@@ -97,8 +97,8 @@ def test_boundary_weighs_by_the_tokens_of_the_previous_window():
 
 
 def test_uneven_ranks_weigh_tokens_equally():
-    # Rank 0 has one token, rank 1 three; all x = 1 on expert 0. D / N = 2/4: shares 1/2 * 2 * 3/4 * T.
-    # The mean over ranks is the loss of all four tokens on one process: 2 * 3/4.
+    # Rank 0 has one token, rank 1 three; all x = 1 on expert 0. D / N = 2/4: shares
+    # 1/2 * 2 * 3/4 * T. The mean over ranks is the loss of all tokens on one process: 2 * 3/4.
     window = _window([[[ONE], [ONE] * 3]], [[[[0]], [[0]] * 3]])
     result = reference.balance(window, estimate="running")
     assert result.shares == [pytest.approx([0.75, 2.25], abs=1e-15)]
@@ -130,9 +130,7 @@ def test_no_valid_token_gives_zero():
 
 def test_uniform_is_one_and_collapse_is_experts_over_k():
     # W = 0: p uniform whatever x. Any f gives 1. For collapse make p follow the two chosen experts.
-    flat = _window(
-        [[[ONE] * 4]], [[[[0, 1], [2, 3], [0, 1], [2, 3]]]], weight=[[0.0]] * 4, top_k=2
-    )
+    flat = _window([[[ONE] * 4]], [[[[0, 1], [2, 3], [0, 1], [2, 3]]]], weight=[[0.0]] * 4, top_k=2)
     assert reference.balance(flat, estimate="running").losses == pytest.approx([1.0], abs=1e-15)
     collapsed = _window(
         [[[ONE] * 4]], [[[[0, 1]] * 4]], weight=[[50.0], [50.0], [0.0], [0.0]], top_k=2
@@ -156,7 +154,7 @@ def test_groups_weigh_equally():
 
 @pytest.mark.parametrize("estimate", ["running", "boundary", "micro_batch"])
 def test_gradients_against_finite_differences(estimate):
-    # f does not depend on W when the selections are given, so the loss itself can be differentiated.
+    # f does not depend on W when the selections are given, so the loss itself can be differenced.
     rng = random.Random(7)
     num_ranks, num_steps, num_experts, width, top_k = 2, 3, 4, 3, 2
 
