@@ -1,4 +1,5 @@
-"""The JSON section `moe_load_balancing`: its keys, their types, and one clear error for what is wrong.
+"""The JSON section `moe_load_balancing`: its keys, their types, and one clear error for what is
+wrong.
 
 This is the only file that knows JSON keys. Everything else receives a :class:`LoadBalancingConfig`.
 """
@@ -37,8 +38,10 @@ class MonitorConfig(_Section):
     Attributes:
         enabled: write reports at all.
         interval: optimizer steps from one report to the next.
-        detail: `model` means over layers; `layer` adds each layer; `expert` adds each expert's load.
-        image_interval: reports from one TensorBoard heat map (layers x experts) to the next; 0 = none.
+        detail: `model` means over layers; `layer` adds each layer; `expert` adds each expert's
+            load.
+        image_interval: reports from one TensorBoard heat map (layers x experts) to the next; 0 =
+            none.
     """
 
     enabled: bool = True
@@ -73,8 +76,8 @@ def parse_config(ds_config: Mapping[str, Any]) -> LoadBalancingConfig | None:
         The validated section, or None when it is absent (the plugin stays off).
 
     Raises:
-        ValueError: naming section, key, value, what is allowed and the nearest valid key; also for a
-            top-level key that looks like a misspelt section name.
+        ValueError: naming section, key, value, what is allowed and the nearest valid key; also for
+            a top-level key that looks like a misspelt section name.
     """
     if SECTION not in ds_config:
         _refuse_misspelt_section(ds_config)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ds_moe_lb import loss
 
-# Besides its counts every layer sends x, x^2 and rank * x of x = "which call of which layer is this";
-# they tell after the reduction whether all ranks were at the same place, and if not, which one was not.
+# Besides its counts every layer sends x, x^2 and rank * x of x = "which call of which layer is
+# this"; they tell after the reduction whether all ranks were at the same place, and if not, which
+# one was not.
 HEADER = 3
 _CALLS = 16
 
@@ -40,8 +41,8 @@ class RouterLayer:
 class CountLayout:
     """Where each layer's numbers stand in the flat tensors.
 
-    `counts` tensors are ``(F,)``; `message` tensors, which travel, are ``(F + 3 L,)``: each layer's counts
-    followed by its header.
+    `counts` tensors are ``(F,)``; `message` tensors, which travel, are ``(F + 3 L,)``: each
+    layer's counts followed by its header.
     """
 
     def __init__(self, layers: Sequence[RouterLayer], device: torch.device) -> None:
@@ -57,7 +58,9 @@ class CountLayout:
             message += layer.num_experts + HEADER
         self.num_counts, self.message_size = flat, message
         sizes = torch.tensor([layer.num_experts for layer in self.layers])
-        self.layer_of_expert_F = torch.repeat_interleave(torch.arange(len(self.layers)), sizes).to(device)
+        self.layer_of_expert_F = torch.repeat_interleave(torch.arange(len(self.layers)), sizes).to(
+            device
+        )
         self.num_experts_L = sizes.to(device)
         self.top_k_L = torch.tensor([layer.top_k for layer in self.layers], device=device)
         in_message = torch.cat(
@@ -66,6 +69,7 @@ class CountLayout:
         self._counts_in_message = in_message.to(device)
         headers = [torch.arange(s.stop - HEADER, s.stop) for s in self.message_slices]
         self._headers_in_message = torch.stack(headers).to(device)
+        self._layer_index_L = torch.arange(len(self.layers), device=device)
 
     def zeros(self, dtype: torch.dtype = torch.int64) -> Tensor:
         """A flat ``(F,)`` tensor of zeros."""
@@ -85,12 +89,33 @@ class CountLayout:
         """``(F,)`` int64 counts -> ``(L,)`` fp64 tokens: every token makes k selections."""
         return self.per_layer_sum(counts_F).double() / self.top_k_L
 
-    def pack(self, counts_F: Tensor, positions: Sequence[int], rank: int) -> Tensor:
+    def positions(self, *, micro_step: int, calls: Sequence[int]) -> list[int]:
+        """Where this rank is, for every layer; see :func:`position`."""
+        num_layers = len(self.layers)
+        return [
+            position(micro_step=micro_step, call=calls[layer], layer=layer, num_layers=num_layers)
+            for layer in range(num_layers)
+        ]
+
+    def pack(self, counts_F: Tensor, positions: Sequence[int], *, rank: int) -> Tensor:
         """Build the message of all layers: counts and headers, ``(F + 3 L,)`` int64."""
         message = torch.empty(self.message_size, dtype=torch.int64, device=self.device)
         message[self._counts_in_message] = counts_F
-        headers = torch.tensor([header(x, rank) for x in positions], dtype=torch.int64)
-        message[self._headers_in_message] = headers.to(self.device)
+        # As a rule the layers were called equally often and stand in a row: no copy from the host.
+        if positions[-1] - positions[0] == len(positions) - 1:
+            x_L = self._layer_index_L + positions[0]
+        else:
+            x_L = torch.tensor(positions, device=self.device)
+        message[self._headers_in_message] = torch.stack([x_L, x_L * x_L, x_L * rank], dim=1)
+        return message
+
+    def pack_layer(self, counts_E: Tensor, x: int, *, rank: int) -> Tensor:
+        """Build the message of one layer: ``(E + 3,)`` int64."""
+        num_experts = counts_E.numel()
+        message = torch.empty(num_experts + HEADER, dtype=torch.int64, device=self.device)
+        message[:num_experts] = counts_E
+        for offset, value in enumerate((x, x * x, rank * x)):
+            message[num_experts + offset] = value
         return message
 
     def unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,11 +141,6 @@ def describe_position(x: int, layers: Sequence[RouterLayer]) -> str:
     return f"micro-step {micro_step}, call {call} of layer {layers[layer].name!r}"
 
 
-def header(x: int, rank: int) -> list[int]:
-    """What a rank at position x adds to its counts: ``[x, x^2, rank * x]``."""
-    return [x, x * x, rank * x]
-
-
 @dataclass
 class MicroStep:
     """What one counted forward of the whole model leaves behind.
@@ -129,15 +149,13 @@ class MicroStep:
         index: m, 1 for the first micro-step of the window.
         counts_F: local counts, int64.
         calls: calls of each layer in this forward.
-        slopes_F: ``w E f`` of all layers, fp32; None until its reduction was awaited.
         prob_sum_F: local sums of valid probabilities, fp32; None in windows without a report.
-        used_L: local value of the balancing loss of each layer, where it was made in forward.
+        used_L: where the values of the balancing terms are summed up, fp64; None likewise.
     """
 
     index: int
     counts_F: Tensor
     calls: list[int]
-    slopes_F: Tensor | None = None
     prob_sum_F: Tensor | None = None
     used_L: Tensor | None = None
 
@@ -154,6 +172,13 @@ class CompleteWindow:
     counts_F: Tensor
     calls_per_micro_step: list[float]
 
+    def slopes(self, layout: CountLayout, *, num_ranks_L: Tensor, gas: int) -> Tensor:
+        """``w E f`` of all layers with f over this window and ``w = D G / N``; ``(F,)`` fp32."""
+        tokens_L = layout.num_tokens(self.counts_F)
+        weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L * gas)
+        calls_L = torch.tensor(self.calls_per_micro_step, dtype=torch.float64).to(weight_L.device)
+        return layout.slopes(self.counts_F, weight_L * calls_L)
+
 
 @dataclass
 class Window:
@@ -162,8 +187,9 @@ class Window:
     Attributes:
         layout: the flat layout.
         num_micro_steps: m so far.
-        local_F: this rank's counts, int64.
-        global_F: counts of the balance group as far as they were reduced, int64 (estimate `running`).
+        local_F: this rank's counts over finished micro-steps, int64.
+        global_F: counts of the balance group as far as they were reduced, int64 (estimate
+            `running`).
         calls: calls of each layer so far.
     """
 
@@ -178,19 +204,10 @@ class Window:
         self.global_F = self.layout.zeros()
         self.calls = [0] * len(self.layout.layers)
 
-    def begin_micro_step(self, *, with_probs: bool) -> MicroStep:
+    def begin_micro_step(self) -> MicroStep:
         """Open the record of the next counted forward."""
         self.num_micro_steps += 1
-        num_layers = len(self.layout.layers)
-        return MicroStep(
-            index=self.num_micro_steps,
-            counts_F=self.layout.zeros(),
-            calls=[0] * num_layers,
-            prob_sum_F=self.layout.zeros(torch.float32) if with_probs else None,
-            used_L=torch.zeros(num_layers, dtype=torch.float32, device=self.layout.device)
-            if with_probs
-            else None,
-        )
+        return MicroStep(self.num_micro_steps, self.layout.zeros(), [0] * len(self.calls))
 
     def add(self, micro_step: MicroStep, *, layer: int, counts_E: Tensor) -> None:
         """Count one call of one layer on this rank."""
@@ -205,15 +222,17 @@ class Window:
     def running_slopes(
         self, micro_step: MicroStep, global_counts_F: Tensor, *, num_ranks_L: Tensor
     ) -> Tensor:
-        """Take in a micro-step's reduced counts; ``w E f`` with f over micro-steps 1..m and w = D / N_m.
+        """Take in a micro-step's reduced counts; ``w E f`` with f over micro-steps 1..m, w = D /
+        N_m.
 
-        A layer called c times in one forward makes c terms over shared counts, each over 1/c of N_m.
+        A layer called c times in one forward makes c terms over shared counts, each over 1/c of
+        N_m.
         """
         self.global_F += global_counts_F
         tokens_L = self.layout.num_tokens(global_counts_F)
         weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L)
         if max(micro_step.calls) > 1:
-            weight_L = weight_L * torch.tensor(micro_step.calls, device=weight_L.device).clamp(min=1)
+            weight_L = weight_L * torch.tensor(micro_step.calls).clamp(min=1).to(weight_L.device)
         return self.layout.slopes(self.global_F, weight_L)
 
     def running_slope(self, *, layer: int, global_counts_E: Tensor, num_ranks: int) -> Tensor:
@@ -225,20 +244,6 @@ class Window:
         return loss.balance_slope(self.global_F[where], token_weight=weight)
 
     def complete(self, global_counts_F: Tensor) -> CompleteWindow:
-        """The finished window, once its counts are summed over the balance group."""
+        """The finished window, given its counts summed over the balance group."""
         micro_steps = max(self.num_micro_steps, 1)
         return CompleteWindow(global_counts_F, [calls / micro_steps for calls in self.calls])
-
-
-def boundary_slopes(
-    previous: CompleteWindow,
-    *,
-    layout: CountLayout,
-    num_ranks_L: Tensor,
-    gradient_accumulation_steps: int,
-) -> Tensor:
-    """``w E f`` of all layers with f over the previous window and ``w = D G / N_prev``; ``(F,)`` fp32."""
-    tokens_L = layout.num_tokens(previous.counts_F)
-    weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L * gradient_accumulation_steps)
-    calls_L = torch.tensor(previous.calls_per_micro_step, dtype=torch.float64, device=weight_L.device)
-    return layout.slopes(previous.counts_F, weight_L * calls_L)

@@ -1,9 +1,10 @@
 """The autograd identity that adds the balancing gradient to the router's probabilities in backward.
 
-f carries no gradient, so it is needed in backward only. A forward that cannot wait for its counts (they
-are reduced when the whole model's forward has ended) passes its scores through :func:`inject`; backward
-asks for the finished slope ``w E f`` then, and adds ``scale * slope`` to the gradient of every valid
-token's probabilities. The softmax (or sigmoid) in front turns that into the gradient of the logits.
+f carries no gradient, so it is needed in backward only. A forward that cannot wait for its counts
+(they are reduced when the whole model's forward has ended) passes its scores through
+:func:`inject`; backward asks for the finished slope ``w E f`` then, and adds ``scale * slope`` to
+the gradient of every valid token's probabilities. The softmax (or sigmoid) in front turns that
+into the gradient of the logits.
 """
 
 from collections.abc import Callable
@@ -52,4 +53,4 @@ def inject(
             ``probs_TE``, at the absolute scale of the parameter gradients, loss scale included.
         valid_mask_T: ``(T,)`` bool, True = the token counts; None = all do.
     """
-    return _Inject.apply(scores, probs_TE, gradient_E, valid_mask_T)  # type: ignore[no-any-return]
+    return _Inject.apply(scores, probs_TE, gradient_E, valid_mask_T)

@@ -8,10 +8,10 @@ For one layer with top-k routing::
     P_i = mean over valid tokens of probs_ti                  (carries the gradient)
     LBL = E * sum_i f_i P_i
 
-which is 1 when balanced and E/k when every token selects the same k experts. The micro-batch form is
-that of Switch Transformers (arXiv 2101.03961, eq. 4-6); taking f over the *global batch* instead is
-"Demons in the Detail" (arXiv 2501.11873). f divides by the number of selections, so the balanced value
-is 1 for every k.
+which is 1 when balanced and E/k when every token selects the same k experts. The micro-batch form
+is that of Switch Transformers (arXiv 2101.03961, eq. 4-6); taking f over the *global batch*
+instead is "Demons in the Detail" (arXiv 2501.11873). f divides by the number of selections, so the
+balanced value is 1 for every k.
 """
 
 import torch
@@ -68,7 +68,8 @@ def load_balancing_loss(*, expert_fraction_E: Tensor, mean_prob_E: Tensor) -> Te
     """``E * sum_i f_i P_i``: 1 when balanced, E/k when collapsed; 1 is no lower bound.
 
     Args:
-        expert_fraction_E: f, ``(E,)``, from :func:`expert_fraction` over the batch that is balanced.
+        expert_fraction_E: f, ``(E,)``, from :func:`expert_fraction` over the batch that is
+            balanced.
         mean_prob_E: P, ``(E,)``, from :func:`mean_prob`.
 
     Returns:
@@ -80,10 +81,12 @@ def load_balancing_loss(*, expert_fraction_E: Tensor, mean_prob_E: Tensor) -> Te
 
 
 def balance_slope(tokens_per_expert_E: Tensor, *, token_weight: Tensor) -> Tensor:
-    """The finished vector ``w * E * f``: slope of a rank's balancing term in its sum of probabilities.
+    """The finished vector ``w * E * f``: slope of a rank's balancing term in its sum of
+    probabilities.
 
-    A micro-batch supplies ``sum_i slope_i * prob_sum_i``; the engine then divides by D and G. Keeping
-    the slope, and nothing else, is what lets a recomputed forward repeat its first pass exactly.
+    A micro-batch supplies ``sum_i slope_i * prob_sum_i``; the engine then divides by D and G.
+    Keeping the slope, and nothing else, is what lets a recomputed forward repeat its first pass
+    exactly.
 
     Args:
         tokens_per_expert_E: ``(E,)`` int64 counts that define f, summed over the balance batch.
@@ -92,8 +95,22 @@ def balance_slope(tokens_per_expert_E: Tensor, *, token_weight: Tensor) -> Tenso
     Returns:
         ``(E,)`` fp32, no gradient.
     """
-    slope_E = tokens_per_expert_E.numel() * expert_fraction(tokens_per_expert_E, dtype=torch.float64)
+    slope_E = tokens_per_expert_E.numel() * expert_fraction(
+        tokens_per_expert_E, dtype=torch.float64
+    )
     return (token_weight.double() * slope_E).float()
+
+
+def local_slope(counts_E: Tensor, *, top_k: int) -> Tensor:
+    """``E f / N`` of this rank's micro-batch alone: the slope of the micro-batch loss, ``(E,)``
+    fp32.
+
+    Args:
+        counts_E: ``(E,)`` int64 local counts over valid tokens.
+        top_k: selections per token.
+    """
+    num_tokens = counts_E.sum().double() / top_k
+    return balance_slope(counts_E, token_weight=token_weight(num_tokens, numerator=1))
 
 
 def token_weight(num_tokens: Tensor, *, numerator: int | Tensor) -> Tensor:

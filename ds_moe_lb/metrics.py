@@ -1,7 +1,9 @@
-"""Counts to numbers: how even the expert load is, and how specialised the experts are. Pure functions.
+"""Counts to numbers: how even the expert load is, and how specialised the experts are. Pure
+functions.
 
-Shape legend: E experts of one layer, D domains of text. Every function takes counts of one layer over
-whatever batch the caller summed them, and returns 0 rather than NaN where nothing was counted.
+Shape legend: E experts of one layer, D domains of text. Every function takes counts of one layer
+over whatever batch the caller summed them, and returns 0 rather than NaN where nothing was
+counted.
 """
 
 import torch
@@ -19,7 +21,9 @@ def max_violation(tokens_per_expert_E: Tensor) -> Tensor:
     """
     load = tokens_per_expert_E.double()
     mean = load.mean(dim=-1)
-    return torch.where(mean > 0, load.amax(dim=-1) / mean.clamp(min=torch.finfo(mean.dtype).tiny) - 1, 0.0)
+    return torch.where(
+        mean > 0, load.amax(dim=-1) / mean.clamp(min=torch.finfo(mean.dtype).tiny) - 1, 0.0
+    )
 
 
 def load_entropy(tokens_per_expert_E: Tensor) -> Tensor:
@@ -57,8 +61,8 @@ def dead_experts(tokens_per_expert_E: Tensor) -> Tensor:
 def mutual_information(counts_DE: Tensor) -> float:
     """Mutual information between domain and expert in nats, every domain weighted equally.
 
-    ``I = 1/D sum_d sum_e p(e|d) log(p(e|d) / p(e))`` with ``p(e) = 1/D sum_d p(e|d)``: 0 when each domain
-    uses the experts alike, ``log D`` when no two domains share an expert.
+    ``I = 1/D sum_d sum_e p(e|d) log(p(e|d) / p(e))`` with ``p(e) = 1/D sum_d p(e|d)``: 0 when each
+    domain uses the experts alike, ``log D`` when no two domains share an expert.
 
     Args:
         counts_DE: ``(D, E)`` integer counts of one layer; domains without counts are left out.

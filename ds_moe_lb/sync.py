@@ -1,7 +1,7 @@
 """Which ranks share their counts, and every collective of the plugin.
 
-Counts travel in process groups of their own, so that a mistake here can never pair with a collective of
-ZeRO. A group of one rank is None and makes no collective at all.
+Counts travel in process groups of their own, so that a mistake here can never pair with a
+collective of ZeRO. A group of one rank is None and makes no collective at all.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_lb import _compat
-from ds_moe_lb.counts import HEADER, CountLayout, RouterLayer, describe_position
+from ds_moe_lb.counts import CountLayout, RouterLayer, describe_position
 
 ProcessGroup = Any
 
@@ -101,7 +101,9 @@ class CountReducer:
         self._where = {
             ranks: torch.cat(
                 [
-                    torch.arange(layout.message_slices[layer].start, layout.message_slices[layer].stop)
+                    torch.arange(
+                        layout.message_slices[layer].start, layout.message_slices[layer].stop
+                    )
                     for layer in layers
                 ]
             ).to(layout.device)
@@ -135,19 +137,32 @@ class CountReducer:
         return dist.all_reduce(tensor, group=count_group.group, async_op=True)
 
 
+@dataclass(frozen=True)
+class PositionCheck:
+    """Summed headers of one message, to be compared once the host may wait.
+
+    Attributes:
+        sums_N3: ``(N, 3)`` int64, the group's sums of x, x^2 and rank * x.
+        own: this rank's x in each row.
+        layers: the layer of each row.
+    """
+
+    sums_N3: Tensor
+    own: Sequence[int]
+    layers: Sequence[int]
+
+
 def check_positions(
-    sums_LH: Tensor,
-    own: Sequence[int],
+    checks: Sequence[PositionCheck],
     *,
     rank: int,
     groups: Sequence[CountGroup],
     layers: Sequence[RouterLayer],
 ) -> None:
-    """Raise if the ranks were not at the same call when they reduced; reads host memory only.
+    """Raise if the ranks were not at the same call when they reduced; waits for the device once.
 
     Args:
-        sums_LH: ``(L, 3)`` int64 on the CPU, sums over the group of x, x^2 and rank * x.
-        own: this rank's x for each layer.
+        checks: what was reduced since the last time.
         rank: this global rank.
         groups: each layer's count group.
         layers: the layers.
@@ -155,26 +170,29 @@ def check_positions(
     Raises:
         RuntimeError: naming the rank that was elsewhere, and where it was.
     """
-    for layer, ((total, squares, weighted), x, count_group) in enumerate(
-        zip(sums_LH.tolist(), own, groups, strict=True)
-    ):
-        size = len(count_group.ranks)
-        if size == 1 or (total == size * x and squares == size * x * x):
+    if not checks:
+        return
+    sums = torch.cat([check.sums_N3 for check in checks]).tolist()
+    own = [x for check in checks for x in check.own]
+    rows = [layer for check in checks for layer in check.layers]
+    for (total, squares, weighted), x, layer in zip(sums, own, rows, strict=True):
+        size = len(groups[layer].ranks)
+        if total == size * x and squares == size * x * x:
             continue
         # One rank alone away from the others can be named without another collective, which the
         # ranks, being at different places, could not be trusted to pair. Seen from any rank that is
-        # not the odd one: total = size * x + delta.
+        # not the odd one: total = size * x + delta, weighted = x * sum(ranks) + odd * delta.
         delta = total - size * x
-        offset = weighted - x * sum(count_group.ranks)
-        culprit = offset // delta if delta and offset % delta == 0 else None
+        offset = weighted - x * sum(groups[layer].ranks)
+        odd = offset // delta if delta and offset % delta == 0 else None
         here = describe_position(x, layers)
-        if culprit in count_group.ranks and squares == (size - 1) * x * x + (x + delta) ** 2:
-            there = describe_position(x + delta, layers) if x + delta >= 0 else "elsewhere"
-            detail = f"rank {culprit} was at {there}, rank {rank} at {here}"
+        if odd in groups[layer].ranks and squares == (size - 1) * x * x + (x + delta) ** 2:
+            there = describe_position(x + delta, layers)
+            detail = f"rank {odd} was at {there}, rank {rank} at {here}"
         else:
-            detail = f"rank {rank} was at {here} and differs from the other ranks of its group"
+            detail = f"rank {rank} was at {here}, unlike other ranks of its group"
         raise RuntimeError(
-            f"moe_load_balancing: the ranks {list(count_group.ranks)} disagree at layer "
+            f"moe_load_balancing: the ranks {list(groups[layer].ranks)} disagree at layer "
             f"{layers[layer].name!r}: {detail}. All ranks must run the same MoE layers and the same "
             f"number of micro-steps; counts summed here would be wrong."
         )
@@ -215,17 +233,3 @@ def compare_signatures(signature: dict[str, Any], *, count_group: CountGroup) ->
                     f"moe_load_balancing: rank {rank} has {key} = {other[key]!r}, rank "
                     f"{count_group.ranks[0]} has {first[key]!r}; all ranks need the same model and config"
                 )
-
-
-__all__ = [
-    "HEADER",
-    "CountGroup",
-    "CountReducer",
-    "GroupFactory",
-    "PendingCounts",
-    "check_positions",
-    "compare_signatures",
-    "data_parallel_ranks",
-    "expert_group_ranks",
-    "sum_report",
-]

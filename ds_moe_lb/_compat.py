@@ -1,0 +1,128 @@
+"""Every private name of torch or DeepSpeed that the plugin touches, each with its reason.
+
+Nothing else in the package reaches behind a public name, so a new host version is checked here.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import groups
+from packaging.version import Version
+
+# First and first-not-tested versions: the range in which the facts this plugin rests on were
+# checked.
+TESTED = {"deepspeed": ("0.19.0", "0.20"), "torch": ("2.4", "2.14")}
+
+_EXPERT_GROUP_GETTER = {
+    "expert_parallel": "_get_expert_parallel_group",
+    "expert_data_parallel": "_get_expert_data_parallel_group",
+}
+
+# What the plugin calls on the engine; the private ones have no public equal.
+_ENGINE_NAMES = {
+    "seq_data_parallel_group": "the ranks over which the gate's gradient is averaged",
+    "sequence_parallel_size": "ranks the engine does not divide by",
+    "global_steps": "tells one accumulation window from the next",
+    "skipped_steps": "tells a step that overflowed from one that was applied",
+    "global_samples": "abscissa of DeepSpeed's own monitor events",
+    "monitor": "DeepSpeed's monitor, which writes the reports",
+    "_config": "holds the JSON as the engine read it",
+}
+
+
+def in_backward() -> bool:
+    """Whether autograd is running this code, which means a checkpointed forward is being
+    recomputed.
+
+    `torch.is_grad_enabled()` cannot tell: reentrant checkpointing runs its *first* forward without
+    grad.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def raw_config(engine: Any) -> dict[str, Any]:
+    """The DeepSpeed JSON that the engine was built from, custom sections included."""
+    config: dict[str, Any] = engine._config._param_dict
+    return config
+
+
+def config_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The config among the arguments of `deepspeed.initialize`, as DeepSpeed itself would read it.
+
+    Returns:
+        The JSON as a dict; None where DeepSpeed will have to complain about a missing config.
+    """
+    bound = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+    config = bound.get("config")
+    if config is None:
+        config = bound.get("config_params")
+    if config is None:
+        config = getattr(bound.get("args"), "deepspeed_config", None)
+    return None if config is None else load_ds_config(config)
+
+
+def expert_group(expert_group_name: str, *, kind: str) -> Any:
+    """The process group of an MoE layer; DeepSpeed keeps them by name, with private getters."""
+    getter: Callable[[str], Any] = getattr(groups, _EXPERT_GROUP_GETTER[kind])
+    return getter(expert_group_name)
+
+
+def loss_scale(engine: Any) -> torch.Tensor | float:
+    """The factor that `engine.backward` puts on the main loss besides 1/G.
+
+    Asked for outside backward and on a tensor with a graph: DeepSpeed's scaler returns anything
+    else unscaled, in silence.
+    """
+    with torch.enable_grad():
+        one = torch.ones((), device=engine.device, requires_grad=True) * 1.0
+        if hasattr(engine.optimizer, "scale_if_loss"):
+            return engine.optimizer.scale_if_loss(one).detach()
+        scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+        return scaler.scale(one).detach() if scaler is not None else 1.0
+
+
+def check_host(engine: Any) -> list[str]:
+    """Check every private name that is used.
+
+    Returns:
+        Warnings: host versions outside the tested range.
+
+    Raises:
+        RuntimeError: naming what is missing and the host's version.
+    """
+    missing = [f"{name} ({why})" for name, why in _ENGINE_NAMES.items() if not _has(engine, name)]
+    if not hasattr(torch._C, "_current_graph_task_id"):
+        missing.append("torch._C._current_graph_task_id (tells a recompute from a forward)")
+    if not hasattr(getattr(engine, "_config", None), "_param_dict"):
+        missing.append("DeepSpeedConfig._param_dict (the JSON with its custom sections)")
+    for getter in _EXPERT_GROUP_GETTER.values():
+        if not hasattr(groups, getter):
+            missing.append(f"deepspeed.utils.groups.{getter} (an MoE layer's ranks)")
+    versions = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
+    if missing:
+        raise RuntimeError(
+            f"moe_load_balancing: DeepSpeed {versions['deepspeed']} with torch {versions['torch']} lacks "
+            f"{'; '.join(missing)}. {_tested_range()}"
+        )
+    return [
+        f"{name} {version} is outside the tested range. {_tested_range()}"
+        for name, version in versions.items()
+        if not Version(TESTED[name][0])
+        <= Version(Version(version).public)
+        < Version(TESTED[name][1])
+    ]
+
+
+def _has(engine: Any, name: str) -> bool:
+    # DeepSpeedEngine.__getattr__ looks into the client's model, which must not stand in for the
+    # engine.
+    return name in engine.__dict__ or hasattr(type(engine), name)
+
+
+def _tested_range() -> str:
+    ranges = ", ".join(f"{name} >= {low}, < {high}" for name, (low, high) in TESTED.items())
+    return f"Tested: {ranges}."

@@ -1,0 +1,227 @@
+"""The LoadBalancer: the handle that users hold, and what follows an engine's forwards and steps."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.utils import log_dist
+from torch import Tensor
+
+from ds_moe_lb import _compat
+from ds_moe_lb.config import LoadBalancingConfig
+from ds_moe_lb.counts import CountLayout, MicroStep
+from ds_moe_lb.estimates import BalanceCounts, Reduction
+from ds_moe_lb.monitor import BalanceMonitor
+from ds_moe_lb.router import Router
+from ds_moe_lb.sync import CountGroup, CountReducer
+
+
+class LoadBalancer:
+    """The plugin on one engine: ``engine.load_balancer``.
+
+    Made by :func:`ds_moe_lb.initialize` or :func:`ds_moe_lb.install`; not by hand. Of use to a
+    script are :meth:`metrics`, :meth:`counts`, :meth:`token_mask` and :meth:`uninstall`.
+
+    Attributes:
+        config: the validated JSON section.
+        micro_step: the counted forward under way; None outside of one.
+        current_token_mask: mask of the :meth:`token_mask` block around the current forward.
+        gradient_scale: from slope to gradient where the plugin adds the loss: coefficient, 1/G,
+            loss scale.
+        replaces_l_aux: False with scope `none`, where the built-in ``l_aux`` stays.
+        balance: counts and slopes.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        config: LoadBalancingConfig,
+        *,
+        layout: CountLayout,
+        reducer: CountReducer,
+        report_group: CountGroup,
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.replaces_l_aux = config.scope != "none"
+        self.micro_step: MicroStep | None = None
+        self.current_token_mask: Tensor | None = None
+        self.gradient_scale: Tensor | float = 0.0
+        self.layout = layout
+        self.balance = BalanceCounts(
+            layout, reducer, estimate=config.estimate, reduction=_reduction(config)
+        )
+        self.monitor = BalanceMonitor(
+            layout, config.monitor, count_group=report_group, used=_used_loss(config)
+        )
+        self._routers: Sequence[Router] = ()
+        self._uninstall: Callable[[], None] = _nothing
+        self._forget_calls: Callable[[], None] = _nothing
+        self._watches_gradient = self.replaces_l_aux and config.aux_loss_coeff is None
+        self._l_aux_had_gradient = False
+        self.start_window()
+
+    # what scripts call
+
+    def metrics(self) -> dict[str, float]:
+        """The last report: ``name`` (mean over layers) or ``name/layer_NN`` to value; no
+        collective.
+
+        Equal on all data-parallel ranks. Empty before the first report, which is made by the
+        optimizer step that ends a window; see ``monitor.interval``.
+        """
+        return dict(self.monitor.last_report)
+
+    def counts(self) -> dict[str, Tensor]:
+        """Selections of the window in progress on *this* rank: layer name to ``(E,)`` int64 on the
+        CPU.
+
+        Over valid tokens, before capacity drops any; zeros right after an optimizer step. Waits
+        for the device; no collective.
+        """
+        local_F = self.balance.window.local_F.cpu()
+        return {
+            layer.name: local_F[where].clone()
+            for layer, where in zip(self.layout.layers, self.layout.count_slices, strict=True)
+        }
+
+    @contextmanager
+    def token_mask(self, valid_mask: Tensor) -> Iterator[None]:
+        """Say which tokens count in the forwards inside the block; kept for their recompute.
+
+        Args:
+            valid_mask: bool, True = the token counts, one entry for each token that the routers
+                get on this rank, in any shape (``(B, S)`` as a rule).
+
+        Raises:
+            ValueError: if it is not a bool tensor; at the router, if its size does not fit.
+        """
+        if not isinstance(valid_mask, Tensor) or valid_mask.dtype != torch.bool:
+            got = valid_mask.dtype if isinstance(valid_mask, Tensor) else type(valid_mask).__name__
+            raise ValueError(
+                f"LoadBalancer.token_mask: got {got}, expected a bool tensor, True = the token counts"
+            )
+        before = self.current_token_mask
+        self.current_token_mask = valid_mask
+        try:
+            yield
+        finally:
+            self.current_token_mask = before
+
+    def uninstall(self) -> None:
+        """Take the plugin off the engine: built-in losses, methods and checkpoints as they were.
+
+        Collective: every rank must call it.
+        """
+        self._uninstall()
+
+    # what the installation wires up
+
+    def wire(
+        self,
+        routers: Sequence[Router],
+        *,
+        forget_calls: Callable[[], None],
+        uninstall: Callable[[], None],
+    ) -> None:
+        """Connect the layers' routers and the way back.
+
+        Args:
+            routers: one for each layer of the layout.
+            forget_calls: drops what recomputes that stopped early left at the gates.
+            uninstall: undoes the installation.
+        """
+        self._routers = routers
+        self._forget_calls = forget_calls
+        self._uninstall = uninstall
+
+    def before_forward(self, *, training: bool) -> None:
+        """The root module's forward begins; decides whether it is a micro-step."""
+        if _compat.in_backward():
+            return
+        self.micro_step = None
+        self._forget_calls()
+        if not training or not torch.is_grad_enabled():
+            return
+        self.close_window_if_stepped()
+        for router in self._routers:
+            router.retire()
+        self.micro_step = self.balance.window.begin_micro_step()
+        self.monitor.begin_micro_step(self.micro_step)
+        if self.config.aux_loss_coeff:
+            gas = self.engine.gradient_accumulation_steps()
+            self.gradient_scale = _compat.loss_scale(self.engine) * (
+                self.config.aux_loss_coeff / gas
+            )
+
+    def after_forward(self) -> None:
+        """The root module's forward has ended."""
+        if self.micro_step is None or _compat.in_backward():
+            return
+        micro_step, self.micro_step = self.micro_step, None
+        self.balance.end_micro_step(micro_step)
+        self.monitor.end_micro_step(micro_step)
+
+    def close_window_if_stepped(self) -> None:
+        """End the window if the engine took, or skipped, an optimizer step since it began.
+
+        Collective: every rank comes here after the same step. Windows are told apart by
+        `global_steps` and nothing else, which is right whoever decides on the accumulation
+        boundary.
+        """
+        if self.engine.global_steps == self._first_step:
+            return
+        if self.balance.window.num_micro_steps > 0:
+            self.balance.close_window(applied=self.engine.skipped_steps == self._first_skipped)
+            self.monitor.close_window(self.balance.window, engine=self.engine)
+            self._warn_if_unused()
+        self.start_window()
+
+    def start_window(self) -> None:
+        """Begin a window with nothing in it: after an optimizer step, or a loaded checkpoint."""
+        self._first_step: int = self.engine.global_steps
+        self._first_skipped: int = self.engine.skipped_steps
+        self.micro_step = None
+        self.balance.start_window(gas=self.engine.gradient_accumulation_steps())
+        self.monitor.begin_window(next_step=self._first_step + 1)
+        for router in self._routers:
+            router.retire(everything=True)
+
+    def watch_gradient(self, l_aux: Tensor) -> None:
+        """In the first window, note whether the script makes any use of ``l_aux``."""
+        if self._watches_gradient and l_aux.requires_grad:
+            l_aux.register_hook(self._note_gradient)
+
+    def _note_gradient(self, grad: Tensor) -> None:
+        self._l_aux_had_gradient = True
+
+    def _warn_if_unused(self) -> None:
+        if self._watches_gradient and not self._l_aux_had_gradient:
+            log_dist(
+                "moe_load_balancing: no l_aux received a gradient in the first window, so nothing balances "
+                "the experts. Add coefficient * l_aux of every MoE layer to the loss (and return l_aux "
+                "from checkpointed blocks), or set moe_load_balancing.aux_loss_coeff.",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+        self._watches_gradient = False
+
+
+def _reduction(config: LoadBalancingConfig) -> Reduction:
+    if config.scope != "global_batch" or config.aux_loss_coeff == 0:
+        return "none"
+    return "at_gate" if config.aux_loss_coeff is None else "after_forward"
+
+
+def _used_loss(config: LoadBalancingConfig) -> str | None:
+    if config.scope == "none" or config.aux_loss_coeff == 0:
+        return None
+    if config.scope == "micro_batch" and config.aux_loss_coeff is not None:
+        return "micro_batch"
+    return "own"
+
+
+def _nothing() -> None:
+    """Before the installation has wired anything up."""

@@ -1,0 +1,148 @@
+"""The gate of native DeepSpeed MoE layers: the parent's routing, with another loss.
+
+The parent computes everything; its softmax and its choices are observed on the way, so that routing
+stays bit-identical and no matrix product or softmax is done twice.
+
+Shape legend: T tokens of this micro-batch on this rank, E experts, K choices per token.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.moe.sharded_moe import TopKGate
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from ds_moe_lb.router import Router
+
+_ROUTER = "lb_router"
+_OPEN_CALL = "lb_open_call"
+
+
+class _RoutingObserver(TorchFunctionMode):
+    """Sees the probabilities and the selections that the parent computes, and changes neither.
+
+    Attributes:
+        probs_TE: softmax of the clean logits: after input jitter, before selection noise.
+        choices_T: for each choice its experts, before capacity drops any; one ``(T, K)`` or K
+            ``(T,)``.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self._chooser = torch.topk if top_k > 2 else torch.argmax
+        self._num_choices = 1 if top_k > 2 else top_k
+        self.probs_TE: Tensor | None = None
+        self.choices_T: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.probs_TE is None:
+            if func is nn.functional.softmax:
+                self.probs_TE = result
+        elif func is self._chooser and len(self.choices_T) < self._num_choices:
+            self.choices_T.append(result[1] if func is torch.topk else result)
+        return result
+
+    def require(self) -> Tensor:
+        """The probabilities; RuntimeError where the parent did not route as it is known to."""
+        if self.probs_TE is None or len(self.choices_T) != self._num_choices:
+            raise RuntimeError(
+                "moe_load_balancing: deepspeed.moe.sharded_moe.TopKGate no longer routes through softmax "
+                "and argmax/topk; this version of DeepSpeed is not supported"
+            )
+        return self.probs_TE
+
+    def count(self, valid_mask_T: Tensor) -> Tensor:
+        """``(E,)`` int64: selections by valid tokens, before capacity drops any."""
+        probs_TE = self.require()
+        counts_E = torch.zeros(probs_TE.shape[1], dtype=torch.int64, device=probs_TE.device)
+        for choice in self.choices_T:
+            weight = (
+                valid_mask_T if choice.dim() == 1 else valid_mask_T.unsqueeze(1).expand_as(choice)
+            )
+            counts_E.scatter_add_(0, choice.reshape(-1), weight.reshape(-1).to(torch.int64))
+        return counts_E
+
+
+class GlobalBatchTopKGate(TopKGate):
+    """DeepSpeed's TopKGate with the load-balancing loss of the whole global batch.
+
+    Takes the place of a ``TopKGate`` by class swap when the plugin is installed; parameters,
+    state_dict keys, routing, capacity, noise and every output but ``l_aux`` are the parent's, bit
+    for bit. A gate that belongs to no :class:`~ds_moe_lb.LoadBalancer` (a copied model, say) is
+    the parent in everything.
+    """
+
+    def forward(
+        self,
+        input: Tensor,
+        used_token: Tensor | None = None,
+        sparse_routes: bool = False,
+        use_tutel: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Route, and put this rank's balancing term in the place of ``l_aux``.
+
+        Args:
+            input: ``(T, M)`` local tokens.
+            used_token: ``(T,)``, non-zero = the token counts. For k = 1 the parent also drops the
+                others.
+            sparse_routes: return routes rather than dense masks, as the parent does.
+            use_tutel: handed to the parent.
+
+        Returns:
+            The parent's 7-tuple (4-tuple without sparse_routes) with the first entry replaced.
+        """
+        router: Router | None = self.__dict__.get(_ROUTER)
+        if router is None:
+            return super().forward(input, used_token, sparse_routes, use_tutel)
+        self.__dict__.pop(_OPEN_CALL, None)
+        with _RoutingObserver(self.k) as seen:
+            outputs = list(super().forward(input, used_token, sparse_routes, use_tutel))
+        probs_TE, routed_E = seen.require(), outputs[-1]
+        call = router.open_call(
+            probs_TE, routed_counts_E=routed_E, used_token=used_token, count=seen.count
+        )
+        scores_at = 5 if sparse_routes else 1
+        outputs[scores_at] = call.inject_into(outputs[scores_at])
+        outputs[0] = call.loss_at_gate(outputs[0])
+        self.__dict__[_OPEN_CALL] = call
+        return tuple(outputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied or pickled model must not drag the engine and its process groups along.
+        return {name: v for name, v in self.__dict__.items() if name not in (_ROUTER, _OPEN_CALL)}
+
+
+def attach(gate: TopKGate, router: "Router") -> None:
+    """Make a live TopKGate a GlobalBatchTopKGate of this router."""
+    gate.__class__ = GlobalBatchTopKGate
+    gate.__dict__[_ROUTER] = router
+
+
+def detach(gate: TopKGate) -> None:
+    """Give the gate its own class back."""
+    gate.__dict__.pop(_ROUTER, None)
+    gate.__dict__.pop(_OPEN_CALL, None)
+    gate.__class__ = TopKGate
+
+
+def forget_open_call(gate: TopKGate) -> None:
+    """Drop what a recompute that stopped early left behind; it would keep its graph alive."""
+    gate.__dict__.pop(_OPEN_CALL, None)
+
+
+def finish_moe_layer(moe_layer: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of MOELayer: dispatch and experts are done, so await the counts and set
+    ``l_aux``.
+
+    Runs before ``MoE.forward`` reads the attribute. A plain function, so that copying the model
+    copies no state of the plugin.
+    """
+    call = moe_layer.gate.__dict__.pop(_OPEN_CALL, None)
+    if call is not None:
+        moe_layer.l_aux = call.finish(moe_layer.l_aux)

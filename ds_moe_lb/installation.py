@@ -1,0 +1,331 @@
+"""Switching the plugin on and off: the only file that changes an engine."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+from deepspeed.utils.logging import print_dist
+
+from ds_moe_lb import _compat, gate
+from ds_moe_lb.balancer import LoadBalancer
+from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
+from ds_moe_lb.counts import CountLayout, RouterLayer
+from ds_moe_lb.router import Router
+from ds_moe_lb.sync import (
+    CountGroup,
+    CountReducer,
+    GroupFactory,
+    compare_signatures,
+    data_parallel_ranks,
+    expert_group_ranks,
+)
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with global-batch load balancing: same arguments, same results.
+
+    Reads the section ``moe_load_balancing`` of the DeepSpeed config. With the section absent, or
+    ``"enabled": false``, this is ``deepspeed.initialize`` and nothing else;
+    ``engine.load_balancer`` is then None.
+
+    Returns:
+        ``(engine, optimizer, training_dataloader, lr_scheduler)``; ``engine.load_balancer`` is the
+        :class:`~ds_moe_lb.LoadBalancer`.
+
+    Raises:
+        ValueError: the section is wrong (before the engine is built), or the model has no MoE
+            layers.
+    """
+    raw = _compat.config_argument(args, kwargs)
+    if raw is not None:
+        parse_config(raw)
+    returned = deepspeed.initialize(*args, **kwargs)
+    engine = returned[0]
+    if SECTION in _compat.raw_config(engine):
+        install(engine)
+    else:
+        engine.load_balancer = None
+    return returned
+
+
+def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalancer | None:
+    """Put the plugin on a live engine. Collective: every rank must call it.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        config: the section's content; by default that of the engine's own JSON, or the defaults
+            where the JSON has no such section.
+
+    Returns:
+        The handle, also ``engine.load_balancer``; None if the section says ``"enabled": false``.
+
+    Raises:
+        ValueError: the section is wrong, or the engine's model has no MoE layers that can be
+            balanced.
+        RuntimeError: the plugin is installed already, the host lacks something it needs, or the
+            ranks were set up differently.
+    """
+    if isinstance(engine.__dict__.get("load_balancer"), LoadBalancer):
+        raise RuntimeError(
+            "moe_load_balancing: already installed on this engine; uninstall() it first"
+        )
+    section = parse_config(_compat.raw_config(engine)) if config is None else parse_section(config)
+    settings = section or LoadBalancingConfig()
+    if not settings.enabled:
+        engine.load_balancer = None
+        return None
+    warnings = _compat.check_host(engine)
+    _refuse_unsupported(engine, settings)
+    moe_layers = _find_moe_layers(engine.module)
+    factory = GroupFactory()
+    balancer = _build(engine, settings, moe_layers, factory)
+    _Installation(engine, balancer, moe_layers, factory).apply()
+    if dist.get_rank() == 0:
+        for warning in warnings:
+            logger.warning(f"{SECTION}: {warning}")
+    _announce(engine, balancer)
+    return balancer
+
+
+def _refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
+    if isinstance(engine, PipelineEngine):
+        raise ValueError(
+            f"{SECTION}: PipelineEngine is not supported in this version of ds_moe_lb; remove the section "
+            f"or train without pipeline parallelism"
+        )
+    mesh = getattr(engine, "mesh_device", None)
+    if mesh is not None and mesh.mesh.dim() > 1 and mesh.mesh.shape[1] > 1:
+        raise ValueError(
+            f"{SECTION}: mesh_param / sequence_parallel_size is not supported: DeepSpeed does not reduce "
+            f"gradients over its sequence ranks. Use an mpu with sequence-parallel groups"
+        )
+    if config.monitor.image_interval:
+        if not getattr(engine.monitor.monitor_config.tensorboard, "enabled", False):
+            raise ValueError(
+                f"{SECTION}.monitor.image_interval: got {config.monitor.image_interval}, but pictures go "
+                f'to TensorBoard only; add "tensorboard": {{"enabled": true, ...}} or set it to 0'
+            )
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"{SECTION}.monitor.image_interval: pictures need matplotlib; pip install "
+                f"'ds_moe_lb[report]' or set it to 0"
+            ) from error
+
+
+def _find_moe_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
+    """Native MoE layers by name, in the model's order."""
+    found: dict[str, MOELayer] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, MOELayer):
+            continue
+        if type(module.gate) is not TopKGate:
+            raise ValueError(
+                f"{SECTION}: the gate of MoE layer {name!r} is a {type(module.gate).__qualname__}; only "
+                f"deepspeed.moe.sharded_moe.TopKGate itself can be balanced"
+            )
+        found[name] = module
+    if not found:
+        gates = [
+            name for name, module in model.named_modules() if "gate" in name.rsplit(".", 1)[-1]
+        ]
+        seen = f"; modules that look like gates: {', '.join(gates[:8])}" if gates else ""
+        raise ValueError(
+            f"{SECTION}: the model ({type(model).__name__}) has no deepspeed.moe.layer.MoE layers, so "
+            f"there is nothing to balance; remove the section or use MoE layers{seen}"
+        )
+    return found
+
+
+def _build(
+    engine: Any,
+    config: LoadBalancingConfig,
+    moe_layers: dict[str, MOELayer],
+    factory: GroupFactory,
+) -> LoadBalancer:
+    layers = [
+        # MoE keeps its MOELayer as `deepspeed_moe`; users know the layer by the name of the MoE.
+        RouterLayer(
+            index, name.removesuffix(".deepspeed_moe"), moe.gate.wg.weight.shape[0], moe.gate.k
+        )
+        for index, (name, moe) in enumerate(moe_layers.items())
+    ]
+    everyone = factory.create(data_parallel_ranks(engine), replicas=engine.sequence_parallel_size)
+    signature = {
+        "layers": [(x.name, x.num_experts, x.top_k) for x in layers],
+        "config": config.model_dump(),
+    }
+    compare_signatures(signature, count_group=everyone)
+    groups: list[CountGroup] = [
+        everyone
+        if config.sync_group == "data_parallel"
+        else factory.create(expert_group_ranks(moe.ep_group_name, kind=config.sync_group))
+        for moe in moe_layers.values()
+    ]
+    layout = CountLayout(layers, torch.device(engine.device))
+    reducer = CountReducer(layout, groups)
+    return LoadBalancer(engine, config, layout=layout, reducer=reducer, report_group=everyone)
+
+
+class _Installation:
+    """What was changed on an engine, and how to change it back."""
+
+    def __init__(
+        self,
+        engine: Any,
+        balancer: LoadBalancer,
+        moe_layers: dict[str, MOELayer],
+        factory: GroupFactory,
+    ) -> None:
+        self._engine = engine
+        self._balancer = balancer
+        self._moe_layers = list(moe_layers.values())
+        self._factory = factory
+        self._handles: list[Any] = []
+        self._methods: dict[str, Callable[..., Any]] = {}
+
+    def apply(self) -> None:
+        balancer, root = self._balancer, self._engine.module
+        frozen = [not moe.gate.wg.weight.requires_grad for moe in self._moe_layers]
+        routers = [
+            Router(layer, balancer, frozen=is_frozen)
+            for layer, is_frozen in zip(balancer.layout.layers, frozen, strict=True)
+        ]
+        for moe, router in zip(self._moe_layers, routers, strict=True):
+            gate.attach(moe.gate, router)
+            self._handles.append(moe.register_forward_hook(gate.finish_moe_layer))
+
+        # Functions, not bound methods: a deep copy of the model must not copy the engine. The
+        # copy's own forwards are not the engine's.
+        def before_forward(module: torch.nn.Module, args: Any) -> None:
+            if module is root:
+                balancer.before_forward(training=module.training)
+
+        def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if module is root:
+                balancer.after_forward()
+
+        self._handles.append(root.register_forward_pre_hook(before_forward))
+        self._handles.append(root.register_forward_hook(after_forward))
+        self._wrap("step", self._step)
+        self._wrap("save_checkpoint", self._save_checkpoint)
+        self._wrap("load_checkpoint", self._load_checkpoint)
+        balancer.wire(routers, forget_calls=self._forget_calls, uninstall=self.revert)
+        self._engine.load_balancer = balancer
+        if any(frozen) and balancer.config.aux_loss_coeff and dist.get_rank() == 0:
+            names = [
+                layer.name for layer, f in zip(balancer.layout.layers, frozen, strict=True) if f
+            ]
+            logger.warning(
+                f"{SECTION}: the routers of {', '.join(names)} are frozen; their balance is measured but "
+                f"nothing is added to their gradients"
+            )
+
+    def revert(self) -> None:
+        if self._engine.__dict__.get("load_balancer") is not self._balancer:
+            return
+        for handle in self._handles:
+            handle.remove()
+        for moe in self._moe_layers:
+            gate.detach(moe.gate)
+        for name, wrapper in self._methods.items():
+            # Somebody may have wrapped ours since; then it stays in between and does nothing.
+            if self._engine.__dict__.get(name) is wrapper:
+                del self._engine.__dict__[name]
+        self._engine.load_balancer = None
+        self._factory.destroy()
+
+    def _wrap(self, name: str, method: Callable[..., Any]) -> None:
+        original = getattr(self._engine, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._engine.__dict__.get("load_balancer") is not self._balancer:
+                return original(*args, **kwargs)
+            return method(original, *args, **kwargs)
+
+        self._methods[name] = wrapper
+        self._engine.__dict__[name] = wrapper
+
+    def _forget_calls(self) -> None:
+        for moe in self._moe_layers:
+            gate.forget_open_call(moe.gate)
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        returned = original(*args, **kwargs)
+        self._balancer.close_window_if_stepped()
+        return returned
+
+    def _save_checkpoint(
+        self,
+        original: Callable[..., Any],
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._balancer.close_window_if_stepped()
+        state = dict(client_state or {})
+        own = self._balancer.balance.state_dict()
+        if own is not None:
+            state[SECTION] = own
+        return original(save_dir, tag, state, *args, **kwargs)
+
+    def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        path, client_state = original(*args, **kwargs)
+        if path is None:
+            return path, client_state
+        own = client_state.pop(SECTION, None) if client_state else None
+        # DeepSpeed saves no partial gradients, so whatever was accumulated is void: a new window
+        # begins.
+        self._balancer.start_window()
+        if not self._balancer.balance.load_state_dict(own) and dist.get_rank() == 0:
+            logger.warning(
+                f"{SECTION}: the checkpoint's balancing state belongs to another model and was left; the "
+                f"first window uses estimate 'running'"
+            )
+        return path, client_state
+
+
+def _announce(engine: Any, balancer: LoadBalancer) -> None:
+    """The one line on rank 0 that says what was installed; a warning where it cannot do anything."""
+    config, layout, reducer = balancer.config, balancer.layout, balancer.balance.reducer
+    gas = engine.gradient_accumulation_steps()
+    num_ranks = min(group.num_ranks for group in reducer.groups)
+    kinds = sorted({(layer.num_experts, layer.top_k) for layer in layout.layers})
+    shapes = ", ".join(f"E={num_experts} k={top_k}" for num_experts, top_k in kinds)
+    line = f"{SECTION}: {len(layout.layers)} MoE layers ({shapes}), scope {config.scope}"
+    if config.scope == "global_batch":
+        sequences = num_ranks * gas * engine.train_micro_batch_size_per_gpu()
+        line += (
+            f", estimate {config.estimate}, counts over {config.sync_group}: D x G = {num_ranks} x {gas}, "
+            f"balance batch size {sequences} sequences, "
+            f"{_collectives_per_step(balancer, gas)} count collectives per optimizer step"
+        )
+    if config.aux_loss_coeff is None:
+        line += ", loss as l_aux" if balancer.replaces_l_aux else ""
+    else:
+        line += f", aux_loss_coeff {config.aux_loss_coeff:g}"
+    print_dist(line, ranks=[0])
+    if config.scope == "global_batch" and num_ranks * gas == 1 and dist.get_rank() == 0:
+        logger.warning(
+            f"{SECTION}: D x G is 1, so the global batch is the micro-batch and nothing changes; raise "
+            f"gradient_accumulation_steps or the number of data-parallel ranks"
+        )
+
+
+def _collectives_per_step(balancer: LoadBalancer, gas: int) -> int:
+    reducer, reduction = balancer.balance.reducer, balancer.balance.reduction
+    if reduction == "none":
+        return 0
+    if balancer.config.estimate == "boundary":
+        return reducer.num_collectives_per_message
+    if reduction == "after_forward":
+        return gas * reducer.num_collectives_per_message
+    return gas * sum(group.group is not None for group in reducer.groups)
