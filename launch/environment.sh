@@ -34,6 +34,3 @@ unset -f _install
 
 # Ranks share the cores of this machine. Plain defaults, so that a user's own settings win.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# DeepSpeed compiles a small operator on its first CPU run, under a lock that a killed run leaves
-# behind for every later one: keep ours to ourselves.
-export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$checkout/.torch_extensions}"
