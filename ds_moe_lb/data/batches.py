@@ -36,7 +36,9 @@ class BatchPlan:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_world_size
 
 
-def training_micro_batches(corpus: Corpus, plan: BatchPlan, *, step: int, dp_rank: int) -> Iterator[Tensor]:
+def training_micro_batches(
+    corpus: Corpus, plan: BatchPlan, *, step: int, dp_rank: int
+) -> Iterator[Tensor]:
     """The micro-batches of one rank for one optimizer step.
 
     The global batch depends on seed and step alone; ranks and micro-steps take slices of it. Each
@@ -58,7 +60,10 @@ def training_micro_batches(corpus: Corpus, plan: BatchPlan, *, step: int, dp_ran
         first = (micro_step * plan.dp_world_size + dp_rank) * plan.micro_batch_size
         rows = range(first, first + plan.micro_batch_size)
         yield torch.stack(
-            [_cut(corpus.domains[domains[row]].train, positions[row], plan.sequence_length) for row in rows]
+            [
+                _cut(corpus.domains[domains[row]].train, positions[row], plan.sequence_length)
+                for row in rows
+            ]
         )
 
 
@@ -80,7 +85,9 @@ def validation_batches(
     num_batches = min(max_batches, max(1, distinct // batch_size))
     positions = np.linspace(0.0, 1.0, num_batches * batch_size)
     for batch in positions.reshape(num_batches, batch_size):
-        yield torch.stack([_cut(domain.validation, position, sequence_length) for position in batch])
+        yield torch.stack(
+            [_cut(domain.validation, position, sequence_length) for position in batch]
+        )
 
 
 def check_sequence_length(corpus: Corpus, sequence_length: int) -> None:

@@ -38,39 +38,69 @@ class Source:
 SOURCES = (
     Source(
         name="python",
-        patterns=("stdlib:*.py", "stdlib:asyncio/*.py", "stdlib:email/*.py", "stdlib:unittest/*.py",
-                  "stdlib:multiprocessing/*.py", "stdlib:importlib/*.py", "stdlib:http/*.py"),
+        patterns=(
+            "stdlib:*.py",
+            "stdlib:asyncio/*.py",
+            "stdlib:email/*.py",
+            "stdlib:unittest/*.py",
+            "stdlib:multiprocessing/*.py",
+            "stdlib:importlib/*.py",
+            "stdlib:http/*.py",
+        ),
     ),
     Source(
         name="cpp",
-        patterns=("packages:torch/include/c10/**/*.h", "packages:torch/include/torch/csrc/**/*.h",
-                  "packages:torch/include/ATen/core/**/*.h", "packages:torch/include/ATen/native/**/*.h"),
+        patterns=(
+            "packages:torch/include/c10/**/*.h",
+            "packages:torch/include/torch/csrc/**/*.h",
+            "packages:torch/include/ATen/core/**/*.h",
+            "packages:torch/include/ATen/native/**/*.h",
+        ),
     ),
     Source(
         name="english",
-        patterns=("packages:torch/nn/**/*.py", "packages:torch/optim/**/*.py",
-                  "packages:torch/distributions/*.py", "packages:torch/distributed/*.py",
-                  "packages:numpy/lib/*.py", "packages:numpy/polynomial/*.py", "packages:numpy/ma/*.py",
-                  "packages:*.dist-info/METADATA"),
+        patterns=(
+            "packages:torch/nn/**/*.py",
+            "packages:torch/optim/**/*.py",
+            "packages:torch/distributions/*.py",
+            "packages:torch/distributed/*.py",
+            "packages:numpy/lib/*.py",
+            "packages:numpy/polynomial/*.py",
+            "packages:numpy/ma/*.py",
+            "packages:*.dist-info/METADATA",
+        ),
         read=read_english,
     ),
     Source(
         name="web",
         patterns=tuple(
             f"packages:{package}/**/*.{suffix}"
-            for package in ("matplotlib", "tensorboard", "torch/utils", "numpy", "werkzeug", "tokenizers")
+            for package in (
+                "matplotlib",
+                "tensorboard",
+                "torch/utils",
+                "numpy",
+                "werkzeug",
+                "tokenizers",
+            )
             for suffix in ("html", "svg", "css", "js", "xml")
         )
         + ("stdlib:idlelib/*.html", "stdlib:pydoc_data/*.css"),
     ),
     Source(
         name="tables",
-        patterns=("packages:numpy/**/*.csv", "packages:matplotlib/**/*.csv", "packages:matplotlib/**/*.afm",
-                  "packages:tzdata/**/*.tab", "packages:deepspeed/**/*.json"),
+        patterns=(
+            "packages:numpy/**/*.csv",
+            "packages:matplotlib/**/*.csv",
+            "packages:matplotlib/**/*.afm",
+            "packages:tzdata/**/*.tab",
+            "packages:deepspeed/**/*.json",
+        ),
     ),
     Source(name="charmaps", patterns=("stdlib:encodings/*.py",)),
     Source(
-        name="cmake", patterns=("packages:torch/share/cmake/**/*.cmake", "packages:numpy/**/*.cmake")
+        name="cmake",
+        patterns=("packages:torch/share/cmake/**/*.cmake", "packages:numpy/**/*.cmake"),
     ),
     Source(name="languages", patterns=("packages:*/**/LC_MESSAGES/*.mo",), read=read_catalogue),
 )

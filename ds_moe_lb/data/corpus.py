@@ -21,10 +21,12 @@ class Document:
     Attributes:
         name: path or record number, unique in its domain; it decides the order, so it must be stable.
         text: the bytes.
+        held_out: True where the reader has already decided that this is validation text.
     """
 
     name: str
     text: bytes
+    held_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ def build_domain(name: str, documents: Sequence[Document]) -> Domain:
 
     Documents are ordered by the hash of their name: stable on every machine, and a directory whose
     files are alike does not end up wholly on one side. They are held out from the front until a tenth
-    of the bytes is reached.
+    of the bytes is reached; documents already marked `held_out` come first.
 
     Args:
         name: name of the domain.
@@ -76,11 +78,16 @@ def build_domain(name: str, documents: Sequence[Document]) -> Domain:
             f"domain {name!r}: got {len(documents)} document(s) with text, expected at least 2, "
             f"because whole documents are held out for validation"
         )
-    ordered = sorted(documents, key=lambda document: _name_hash(document.name))
+    ordered = sorted(
+        documents, key=lambda document: (not document.held_out, _name_hash(document.name))
+    )
     wanted = HELD_OUT_FRACTION * sum(len(document.text) for document in ordered)
     held_out: list[Document] = []
-    while len(held_out) < len(ordered) - 1 and sum(len(d.text) for d in held_out) < wanted:
-        held_out.append(ordered[len(held_out)])
+    while len(held_out) < len(ordered) - 1:
+        candidate = ordered[len(held_out)]
+        if sum(len(d.text) for d in held_out) >= wanted and not candidate.held_out:
+            break
+        held_out.append(candidate)
     training = ordered[len(held_out) :]
     return Domain(
         name=name,

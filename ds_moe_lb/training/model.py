@@ -71,7 +71,10 @@ class CausalAttention(nn.Module):
         batch, length, width = x_BSM.shape
         # shape: (B, S, 3M) -> 3 x (B, heads, S, M / heads)
         query, key, value = (
-            self.qkv(x_BSM).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+            self.qkv(x_BSM)
+            .view(batch, length, 3, self.num_heads, -1)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -141,7 +144,9 @@ class ByteMoEModel(nn.Module):
                 x_BSM, l_aux, tokens_per_expert_E = block(x_BSM)
             else:
                 reentrant = self.config.checkpointing == "reentrant"
-                x_BSM, l_aux, tokens_per_expert_E = checkpoint(block, x_BSM, use_reentrant=reentrant)
+                x_BSM, l_aux, tokens_per_expert_E = checkpoint(
+                    block, x_BSM, use_reentrant=reentrant
+                )
             l_aux_per_layer.append(l_aux)
             counts_per_layer.append(tokens_per_expert_E)
         return ModelOutput(
@@ -154,3 +159,25 @@ class ByteMoEModel(nn.Module):
 def language_model_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Mean cross-entropy in nats per byte, computed in fp32."""
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
+
+
+def initialise_experts(model: ByteMoEModel, *, ep_rank: int, seed: int) -> None:
+    """Give every expert weights of its own; DeepSpeed makes all experts of a layer copies of one.
+
+    The weights depend on seed, layer and global expert alone, so they are the same for every
+    expert-parallel size.
+
+    Args:
+        model: the model as constructed, before the engine is built.
+        ep_rank: this rank in its expert-parallel group, whose experts it holds.
+        seed: seed of the run.
+    """
+    for layer, block in enumerate(model.blocks):
+        experts = block.moe.deepspeed_moe.experts.deepspeed_experts
+        for local_index, expert in enumerate(experts):
+            index = ep_rank * len(experts) + local_index
+            generator = torch.Generator().manual_seed(seed + 1_000_003 * (1 + layer) + index)
+            for parameter in expert.parameters():
+                bound = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.0
+                with torch.no_grad():
+                    parameter.uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,57 @@
+"""The command line: `ds-moe-lb train | compare | report`.
+
+A command's module is imported only when it runs, so that `--help` is quick and no accelerator is chosen
+before the command had its say.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ds_moe_lb.cli import arguments
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_HELP = {
+    "train": "train a small MoE language model on text, with any DeepSpeed config",
+    "compare": "train twice, with the micro-batch and the global-batch loss, and show the difference",
+    "report": "redraw the figures of runs and write one self-contained HTML page",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; None = those of this process.
+
+    Returns:
+        The exit status: 0, `EXIT_USAGE` for wrong input, `EXIT_INTERRUPTED` after Ctrl-C.
+    """
+    options = _parser().parse_args(argv)
+    command = import_module(f"ds_moe_lb.cli.{options.command}")
+    try:
+        return int(command.run(options))
+    except arguments.UsageError as error:
+        print(f"ds-moe-lb {options.command}: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ds-moe-lb", description="Global-batch load balancing for MoE training on DeepSpeed."
+    )
+    # The deepspeed launcher puts this in front of everything else; the environment says the same.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, add in (
+        ("train", arguments.add_train),
+        ("compare", arguments.add_compare),
+        ("report", arguments.add_report),
+    ):
+        add(commands.add_parser(name, help=_HELP[name], description=_HELP[name].capitalize() + "."))
+    return parser

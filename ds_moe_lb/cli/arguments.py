@@ -1,0 +1,126 @@
+"""The flags of all commands. Nothing heavy is imported here.
+
+Flags of a run default to `argparse.SUPPRESS`: what the user did not give is absent, and the dataclasses
+`TrainOptions` and `ModelConfig` are the one place for defaults.
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+OPTION_FLAGS: dict[str, tuple[type, str]] = {
+    "steps": (int, "optimizer steps in total [400]"),
+    "seed": (int, "weights, data order and every other random draw [1]"),
+    "eval_interval": (int, "optimizer steps between validations, 0 = only at the end [100]"),
+    "eval_batches": (int, "validation batches per domain [4]"),
+    "eval_batch_size": (int, "sequences of one rank in a validation batch [16]"),
+    "save_interval": (int, "optimizer steps between checkpoints, 0 = at the end and on Ctrl-C [0]"),
+    "aux_loss_coeff": (
+        float,
+        "factor on l_aux in the loss [0.1]; not with moe_load_balancing.aux_loss_coeff in the config",
+    ),
+    "learning_rate": (float, "of AdamW, used when the config has no optimizer [0.002]"),
+    "ep_size": (int, "expert-parallel size, 0 = as many ranks as divide the experts [0]"),
+}
+MODEL_FLAGS: dict[str, tuple[type, str]] = {
+    "num_layers": (int, "transformer blocks, each with an MoE layer [3]"),
+    "model_dim": (int, "width [64]"),
+    "num_heads": (int, "attention heads [4]"),
+    "expert_dim": (int, "hidden width of one expert [128]"),
+    "num_experts": (int, "experts per layer, over all ranks [16]"),
+    "top_k": (int, "experts per token [2]"),
+    "sequence_length": (int, "bytes per sequence [128]"),
+    "capacity_factor": (float, "slots per expert relative to an even load, 0 = never drop [0]"),
+}
+CHECKPOINTING = ("off", "reentrant", "non_reentrant")
+# What may be given together with --resume; everything else is taken from the run.
+RESUMABLE = ("steps", "eval_interval", "eval_batches", "save_interval")
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the message is all they need."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn the ValueErrors of reading and checking input into a :class:`UsageError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", help="DeepSpeed JSON, or the name of a ready config")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder with one sub-folder, .txt or .jsonl file per domain [text that Python and the "
+        "installed packages ship]",
+    )
+    parser.add_argument("--output", type=Path, help="folder of the run [runs/LABEL]")
+    parser.add_argument(
+        "--label", help="name of the run in tables and figures [name of the config]"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on from a run's last checkpoint"
+    )
+    _add_run_flags(parser)
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        default="zero1_ep2_global_batch",
+        help="DeepSpeed JSON or name of a ready config; only moe_load_balancing.scope is changed "
+        "[%(default)s]",
+    )
+    parser.add_argument("--data", type=Path, help="as for train")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/compare"), help="folder [%(default)s]"
+    )
+    parser.add_argument("--num-ranks", type=int, default=2, help="processes per run [%(default)s]")
+    _add_run_flags(parser)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--output", type=Path, help="HTML page to write [report.html beside the runs]"
+    )
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    for title, flags in (("training", OPTION_FLAGS), ("model", MODEL_FLAGS)):
+        group = parser.add_argument_group(title)
+        for name, (kind, text) in flags.items():
+            flag = "--" + name.replace("_", "-")
+            group.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
+    group.add_argument(
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        default=argparse.SUPPRESS,
+        help="recompute blocks in backward instead of keeping their activations [off]",
+    )
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The training flags that the user gave."""
+    return {name: getattr(options, name) for name in OPTION_FLAGS if name in options}
+
+
+def given_model(options: argparse.Namespace) -> dict[str, Any]:
+    """The model flags that the user gave."""
+    names = (*MODEL_FLAGS, "checkpointing")
+    return {name: getattr(options, name) for name in names if name in options}
+
+
+def as_flags(values: dict[str, Any]) -> list[str]:
+    """The command line that gives these values again."""
+    return [
+        word
+        for name, value in values.items()
+        for word in ("--" + name.replace("_", "-"), str(value))
+    ]

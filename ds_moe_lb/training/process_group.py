@@ -1,0 +1,64 @@
+"""Joining the other ranks, however this process was started."""
+
+import math
+import os
+import socket
+
+import deepspeed
+import deepspeed.comm as dist
+import deepspeed.ops
+from deepspeed.accelerator import get_accelerator
+
+_LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
+def join() -> None:
+    """Initialise DeepSpeed's process group; alone when no launcher started this process."""
+    if not any(name in os.environ for name in _LAUNCHER_VARIABLES):
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone, MASTER_PORT=str(free_port()))
+    if get_accelerator().device_name() == "cpu":
+        # DeepSpeed would compile a shared-memory op under a lock that a killed rank leaves behind for
+        # ever. It serves inference only; the private table below is where DeepSpeed looks it up.
+        deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(verbose=False)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def expert_parallel_size(requested: int, *, num_experts: int) -> int:
+    """The expert-parallel size to use; 0 asks for as many ranks as divide the experts.
+
+    Raises:
+        ValueError: a size that does not divide both the number of ranks and the number of experts.
+    """
+    world_size = dist.get_world_size()
+    if requested == 0:
+        return math.gcd(world_size, num_experts)
+    if world_size % requested or num_experts % requested:
+        raise ValueError(
+            f"--ep-size: got {requested}, expected a divisor of the number of ranks ({world_size}) and "
+            f"of --num-experts ({num_experts})"
+        )
+    return requested
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This process among all ranks."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier(group=dist.get_world_group())
+
+
+def leave() -> None:
+    """Wait for all ranks and close the process group."""
+    barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,98 @@
+"""What the person at the terminal sees while a run trains. Only rank 0 shows anything."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+_LINES_PER_RUN = 20
+
+
+class Progress(Protocol):
+    """Shows how far a run is."""
+
+    def update(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_progress(*, label: str, first_step: int, steps: int, shown: bool) -> Progress:
+    """A bar on a terminal with rich installed, plain lines elsewhere, nothing when not `shown`."""
+    if not shown:
+        return Silent()
+    if sys.stdout.isatty():
+        try:
+            return Bar(label=label, first_step=first_step, steps=steps)
+        except ModuleNotFoundError:  # rich is an extra
+            pass
+    return Lines(label=label, steps=steps)
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """Loss, speed and balance of one step in one line."""
+    text = f"loss {record['lm_loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+    for key, name in (("lbl_global_batch", "LBL"), ("max_violation_global_batch", "MaxVio")):
+        if key in record:
+            text += f"  {name} {record[key]:.2f}"
+    return text
+
+
+class Silent:
+    """For the other ranks."""
+
+    def update(self, step: int, record: Mapping[str, Any]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Lines:
+    """About twenty lines per run, for logs and pipes."""
+
+    def __init__(self, *, label: str, steps: int) -> None:
+        self._label = label
+        self._steps = steps
+        self._interval = max(1, steps // _LINES_PER_RUN)
+
+    def update(self, step: int, record: Mapping[str, Any]) -> None:
+        if step % self._interval == 0 or step == self._steps:
+            self.note(f"step {step}/{self._steps}  {describe(record)}")
+
+    def note(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {self._label}: {text}", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A rich progress bar with the numbers of the last step behind it."""
+
+    def __init__(self, *, label: str, first_step: int, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self._task = self._bar.add_task(label, total=steps, completed=first_step, numbers="")
+        self._bar.start()
+
+    def update(self, step: int, record: Mapping[str, Any]) -> None:
+        self._bar.update(self._task, completed=step, numbers=describe(record))
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()

@@ -1,0 +1,201 @@
+"""The training loop: DeepSpeed engine, micro-batches, validation, checkpoints, logs, a clean stop."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import numpy as np
+import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+import ds_moe_lb
+from ds_moe_lb.data.batches import BatchPlan, check_sequence_length, training_micro_batches
+from ds_moe_lb.data.corpus import Corpus
+from ds_moe_lb.training.evaluate import evaluate
+from ds_moe_lb.training.model import (
+    ByteMoEModel,
+    ModelConfig,
+    initialise_experts,
+    language_model_loss,
+)
+from ds_moe_lb.training.options import TrainOptions, script_aux_loss_coeff
+from ds_moe_lb.training.progress import Progress
+from ds_moe_lb.training.run_folder import RunFolder
+from ds_moe_lb.training.stop_request import StopRequest
+
+# Report keys of `LoadBalancer.metrics()` that history.jsonl keeps: means over layers, not each layer.
+_PER_LAYER_MARK = "/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Everything a run is made of, the same on all ranks."""
+
+    options: TrainOptions
+    model: ModelConfig
+    ds_config: dict[str, Any]
+    corpus: Corpus
+
+
+class Trainer:
+    """Trains one model on one corpus. Collective: all ranks construct and run it together."""
+
+    def __init__(self, task: Task, folder: RunFolder) -> None:
+        """Build model and engine; `folder.path` must exist on rank 0."""
+        check_sequence_length(task.corpus, task.model.sequence_length)
+        self.task = task
+        self.folder = folder
+        self._aux_loss_coeff = script_aux_loss_coeff(task.options, task.ds_config)
+        torch.manual_seed(task.options.seed)
+        self.engine = _build_engine(task)
+        self.plan = BatchPlan(
+            sequence_length=task.model.sequence_length,
+            micro_batch_size=self.engine.train_micro_batch_size_per_gpu(),
+            gradient_accumulation_steps=self.engine.gradient_accumulation_steps(),
+            dp_world_size=dist.get_world_size(),
+            seed=task.options.seed,
+        )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, over resumed runs."""
+        return int(self.engine.global_steps)
+
+    def resume(self) -> None:
+        """Load the newest checkpoint and drop later log lines.
+
+        Raises:
+            ValueError: when there is none.
+        """
+        path, _ = self.engine.load_checkpoint(str(self.folder.checkpoints))
+        if path is None:
+            raise ValueError(f"--resume: no checkpoint in {self.folder.checkpoints}")
+        self.folder.forget_after(self.step)
+
+    def run(self, progress: Progress, stop: StopRequest) -> bool:
+        """Train up to `options.steps`.
+
+        Returns:
+            True when finished, False when stopped; there is a checkpoint in either case.
+        """
+        options = self.task.options
+        validated = saved = -1
+        while self.step < options.steps:
+            stopped = self._train_step(progress, stop)
+            if options.eval_interval and self.step % options.eval_interval == 0 and not stopped:
+                self._validate(progress)
+                validated = self.step
+            if stopped or (options.save_interval and self.step % options.save_interval == 0):
+                self._save()
+                saved = self.step
+            if stopped and self.step < options.steps:
+                return False
+        if validated != self.step:
+            self._validate(progress)
+        if saved != self.step:
+            self._save()
+        return True
+
+    def _train_step(self, progress: Progress, stop: StopRequest) -> bool:
+        """One optimizer step on all ranks; returns whether any rank was asked to stop."""
+        started = time.perf_counter()
+        step = self.step
+        self._seed_step(step)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.engine.device)  # loss, l_aux, stop
+        for tokens in training_micro_batches(
+            self.task.corpus, self.plan, step=step, dp_rank=dist.get_rank()
+        ):
+            tokens = tokens.to(self.engine.device)
+            output = self.engine(tokens[:, :-1])
+            lm_loss = language_model_loss(output.logits_BSV, tokens[:, 1:])
+            self.engine.backward(lm_loss + self._aux_loss_coeff * output.l_aux)
+            self.engine.step()
+            sums += (
+                torch.stack([lm_loss, output.l_aux, torch.zeros_like(lm_loss)]).detach().double()
+            )
+        sums[2] = float(stop.received)
+        if self.plan.dp_world_size > 1:
+            dist.all_reduce(sums, group=dist.get_world_group())
+        total_lm, total_aux, stop_votes = sums.tolist()
+        micro_batches = self.plan.gradient_accumulation_steps * self.plan.dp_world_size
+        seconds = time.perf_counter() - started
+        record = {
+            "step": self.step,
+            "lm_loss": total_lm / micro_batches,
+            "l_aux": total_aux / micro_batches,
+            "tokens_per_second": self.plan.global_batch_size * self.plan.sequence_length / seconds,
+            "seconds": seconds,
+            **self._balance(),
+        }
+        self._write_events({"Train/Samples/lm_loss": record["lm_loss"]})
+        self.folder.append_history(record)
+        progress.update(self.step, record)
+        return stop_votes > 0
+
+    def _seed_step(self, step: int) -> None:
+        """Make every draw of a step a function of seed, step and rank, so that resuming is exact."""
+        words = np.random.SeedSequence(
+            [self.task.options.seed, step, dist.get_rank()]
+        ).generate_state(1)
+        torch.manual_seed(int(words[0]))
+
+    def _balance(self) -> dict[str, float]:
+        balancer = getattr(self.engine, "load_balancer", None)
+        if balancer is None:
+            return {}
+        return {
+            key: value for key, value in balancer.metrics().items() if _PER_LAYER_MARK not in key
+        }
+
+    def _validate(self, progress: Progress) -> None:
+        options = self.task.options
+        validation = evaluate(
+            self.engine,
+            self.task.corpus,
+            sequence_length=self.task.model.sequence_length,
+            batch_size=options.eval_batch_size,
+            max_batches=options.eval_batches,
+        )
+        record = validation.record(step=self.step, domain_names=self.task.corpus.domain_names)
+        self.folder.append_validation(record)
+        events = {"Validation/Samples/loss": validation.loss}
+        events |= {f"Validation/Samples/loss/{k}": v for k, v in record["loss_per_domain"].items()}
+        self._write_events(events)
+        progress.note(f"step {self.step}: validation loss {validation.loss:.4f} nats per byte")
+
+    def _write_events(self, values: Mapping[str, float]) -> None:
+        samples = self.engine.global_samples
+        if self.engine.monitor.enabled and dist.get_rank() == 0:
+            self.engine.monitor.write_events(
+                [(tag, value, samples) for tag, value in values.items()]
+            )
+
+    def _save(self) -> None:
+        self.engine.save_checkpoint(str(self.folder.checkpoints), tag=f"step{self.step:06d}")
+
+
+def prepare_ds_config(ds_config: Mapping[str, Any], tensorboard: Path) -> dict[str, Any]:
+    """The user's DeepSpeed config with the TensorBoard logs, unless they are off, in the run folder."""
+    section = {**ds_config.get("tensorboard", {"enabled": True})}
+    section |= {"output_path": str(tensorboard), "job_name": ""}
+    # DeepSpeed prints a line of its own every ten steps, which would break the progress bar.
+    return {**ds_config, "steps_per_print": 1_000_000_000, "tensorboard": section}
+
+
+def _build_engine(task: Task) -> Any:
+    model = ByteMoEModel(task.model)
+    # DeepSpeed's expert-parallel groups are runs of neighbouring ranks.
+    initialise_experts(model, ep_rank=dist.get_rank() % task.model.ep_size, seed=task.options.seed)
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "parameters"}
+    )
+    optimizer = None
+    if "optimizer" not in task.ds_config:
+        optimizer = torch.optim.AdamW(groups, lr=task.options.learning_rate)
+    engine, _, _, _ = ds_moe_lb.initialize(
+        model=model, model_parameters=groups, optimizer=optimizer, config=task.ds_config
+    )
+    return engine
