@@ -2,7 +2,7 @@
 # A training run by DeepSpeed's own launcher, on this machine or on those of a hostfile.
 #
 #   bash launch/run_deepspeed.sh                                  2 ranks, 20 steps, built-in corpus
-#   bash launch/run_deepspeed.sh --config ds_configs/zero2_ep2_bf16.json --steps 200 --data ~/my_texts
+#   bash launch/run_deepspeed.sh --config zero2_ep2_bf16 --steps 200 --data ~/my_texts
 #   NUM_RANKS=4 bash launch/run_deepspeed.sh
 #   HOSTFILE=launch/hostfile.example bash launch/run_deepspeed.sh
 #

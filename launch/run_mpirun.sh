@@ -3,7 +3,7 @@
 # brings both Open MPI and mpi4py; no system package is needed.
 #
 #   bash launch/run_mpirun.sh                                     2 ranks, 20 steps, built-in corpus
-#   NUM_RANKS=8 HOSTFILE=my_hosts bash launch/run_mpirun.sh --config ds_configs/zero2_ep2_global_batch.json
+#   NUM_RANKS=8 HOSTFILE=my_hosts bash launch/run_mpirun.sh --config zero2_ep2_global_batch
 #
 # Every argument goes to `ds-moe-lb train`. Open MPI writes a host as `name slots=N`, as DeepSpeed does.
 set -euo pipefail

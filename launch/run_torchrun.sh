@@ -2,7 +2,7 @@
 # A training run by torchrun on this machine.
 #
 #   bash launch/run_torchrun.sh                                   2 ranks, 20 steps, built-in corpus
-#   NUM_RANKS=4 bash launch/run_torchrun.sh --config ds_configs/zero1_ep2_boundary.json
+#   NUM_RANKS=4 bash launch/run_torchrun.sh --config zero1_ep2_boundary
 #
 # Every argument goes to `ds-moe-lb train`.
 set -euo pipefail
