@@ -7,7 +7,7 @@ from what was recorded.
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ LEARNING_RATE = 0.1
 SEQUENCES = 2
 NUM_WINDOWS = 2
 STRENGTH = 3  # of the cover that CI runs: every combination of three levels, hence every pair
+
+# What an engine is made with: our section, ours without a section, or plain DeepSpeed (None).
+ABSENT = "absent"
+Section = dict[str, Any] | str | None
 
 # ------------------------------------------------------------------------------------------------
 # The grid
@@ -159,7 +163,7 @@ def make_model(cell: Cell, **arguments: Any) -> TinyMoE:
     return TinyMoE(k=cell.top_k, ep_size=cell.ep_size, **arguments)
 
 
-def ds_config(cell: Cell, section: dict[str, Any] | None) -> dict[str, Any]:
+def ds_config(cell: Cell, section: Section) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SEQUENCES,
         "gradient_accumulation_steps": cell.gradient_accumulation_steps,
@@ -168,7 +172,7 @@ def ds_config(cell: Cell, section: dict[str, Any] | None) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000,
     }
-    if section is not None:
+    if isinstance(section, dict):
         config["moe_load_balancing"] = section
     return config
 
@@ -180,9 +184,7 @@ def section_of(cell: Cell) -> dict[str, Any]:
     return section
 
 
-def make_engine(
-    cell: Cell, model: TinyMoE, section: dict[str, Any] | None, lr: float = LEARNING_RATE
-) -> Any:
+def make_engine(cell: Cell, model: TinyMoE, section: Section, lr: float = LEARNING_RATE) -> Any:
     """An engine with the plugin, or of plain DeepSpeed where ``section`` is None."""
     arguments = {
         "model": model,
@@ -224,9 +226,20 @@ class WindowRecord:
 
 
 def run_window(
-    cell: Cell, engine: Any, recorder: GateRecorder, window: int, mask_by: str = "used_token"
+    cell: Cell,
+    engine: Any,
+    recorder: GateRecorder,
+    window: int,
+    *,
+    mask_by: str = "used_token",
+    interrupt: Callable[[], None] = lambda: None,
 ) -> WindowRecord:
-    """Run one accumulation window, step included, with only the balancing gradient left."""
+    """Run one accumulation window, step included, with only the balancing gradient left.
+
+    Args:
+        mask_by: 'used_token', the layer's argument, or 'token_mask', the plugin's.
+        interrupt: called before each forward, each backward and each step.
+    """
     model: TinyMoE = engine.module
     for block in model.blocks:
         block.input_grads.clear()
@@ -235,6 +248,7 @@ def run_window(
     grads, counts = [], None
     for micro_step in range(cell.gradient_accumulation_steps):
         batch = make_batch(cell, window=window, micro_step=micro_step, rank=dist.get_rank())
+        interrupt()
         if mask_by == "used_token":
             prediction, losses = engine(batch.x, used_token(batch))
         else:
@@ -244,10 +258,12 @@ def run_window(
         for layer, loss in enumerate(losses):
             l_aux[layer].append(loss.item())
         balancing = sum(losses) if cell.mechanism == "l_aux" else 0.0
+        interrupt()
         engine.backward(0.0 * main_loss(batch, prediction) + COEFF * balancing)
+        interrupt()
         if micro_step == cell.gradient_accumulation_steps - 1:
             grads = [full_grad(gate.wg.weight) for gate in model.gates()]
-            if hasattr(engine, "load_balancer"):
+            if getattr(engine, "load_balancer", None) is not None:
                 counts = [n.tolist() for n in engine.load_balancer.counts().values()]
         engine.step()
     calls = recorder.take()
@@ -265,7 +281,7 @@ def run_window(
 
 def run_cell(
     cell: Cell,
-    section: dict[str, Any] | None,
+    section: Section,
     *,
     mask_by: str = "used_token",
     lr: float = LEARNING_RATE,
@@ -277,7 +293,8 @@ def run_cell(
         engine = make_engine(cell, model, section, lr)
         recorder = GateRecorder(model.gates())
         records = [
-            run_window(cell, engine, recorder, window, mask_by) for window in range(NUM_WINDOWS)
+            run_window(cell, engine, recorder, window, mask_by=mask_by)
+            for window in range(NUM_WINDOWS)
         ]
         finish(engine)
         return records
@@ -287,7 +304,7 @@ def run_cell(
 
 def finish(engine: Any) -> None:
     """Let go of the plugin's groups and the engine's hooks."""
-    if hasattr(engine, "load_balancer"):
+    if getattr(engine, "load_balancer", None) is not None:
         engine.load_balancer.uninstall()
     engine.destroy()
 
