@@ -1,7 +1,7 @@
 """The command line: `ds-moe-lb train | compare | report`.
 
-A command's module is imported only when it runs, so that `--help` is quick and no accelerator is chosen
-before the command had its say.
+A command's module is imported only when it runs, so that `--help` is quick and no accelerator is
+chosen before the command had its say.
 """
 
 import argparse
@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 
 _HELP = {
     "train": "train a small MoE language model on text, with any DeepSpeed config",
-    "compare": "train twice, with the micro-batch and the global-batch loss, and show the difference",
+    "compare": "train twice, with micro-batch and with global-batch loss, and show the difference",
     "report": "redraw the figures of runs and write one self-contained HTML page",
 }
 

@@ -1,11 +1,11 @@
 """The flags of all commands. Nothing heavy is imported here.
 
-Flags of a run default to `argparse.SUPPRESS`: what the user did not give is absent, and the dataclasses
-`TrainOptions` and `ModelConfig` are the one place for defaults.
+Flags of a run default to `argparse.SUPPRESS`: what the user did not give is absent, and the
+dataclasses `TrainOptions` and `ModelConfig` are the one place for defaults.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ OPTION_FLAGS: dict[str, tuple[type, str]] = {
     "save_interval": (int, "optimizer steps between checkpoints, 0 = at the end and on Ctrl-C [0]"),
     "aux_loss_coeff": (
         float,
-        "factor on l_aux in the loss [0.1]; not with moe_load_balancing.aux_loss_coeff in the config",
+        "factor on l_aux in the loss [0.1]; not if the config has an aux_loss_coeff of its own",
     ),
     "learning_rate": (float, "of AdamW, used when the config has no optimizer [0.002]"),
     "ep_size": (int, "expert-parallel size, 0 = as many ranks as divide the experts [0]"),
@@ -124,3 +124,8 @@ def as_flags(values: dict[str, Any]) -> list[str]:
         for name, value in values.items()
         for word in ("--" + name.replace("_", "-"), str(value))
     ]
+
+
+def flag_list(names: Iterable[str]) -> str:
+    """Names of options as the user types them, for messages."""
+    return ", ".join("--" + name.replace("_", "-") for name in names)

@@ -1,4 +1,4 @@
-"""`ds-moe-lb compare`: two runs that differ in moe_load_balancing.scope only, then their difference."""
+"""`ds-moe-lb compare`: two runs that differ only in moe_load_balancing.scope, and the outcome."""
 
 import argparse
 import json

@@ -96,10 +96,9 @@ def _resumed_info(options: argparse.Namespace, world_size: int) -> dict[str, Any
         if value is not None and name not in arguments.RESUMABLE
     ]
     if refused:
-        flags = ", ".join("--" + name.replace("_", "-") for name in refused)
         raise UsageError(
-            f"--resume takes {flags} from the run; only "
-            f"{', '.join('--' + name.replace('_', '-') for name in arguments.RESUMABLE)} may be given again"
+            f"--resume takes {arguments.flag_list(refused)} from the run; only "
+            f"{arguments.flag_list(arguments.RESUMABLE)} may be given again"
         )
     info = read_info(options.resume)
     if info["world_size"] != world_size:
@@ -129,8 +128,8 @@ def _task(info: dict[str, Any], *, world_size: int) -> Any:
     recorded = info.get("corpus", {}).get("sha256", corpus.sha256)
     if recorded != corpus.sha256:
         raise UsageError(
-            f"--resume: the text has changed since the run was started (corpus hash {recorded[:12]} "
-            f"then, {corpus.sha256[:12]} now), so its data order cannot be continued"
+            f"--resume: the text has changed since the run was started (corpus hash "
+            f"{recorded[:12]} then, {corpus.sha256[:12]} now), so it cannot be continued"
         )
     return Task(
         options=options,
@@ -168,7 +167,8 @@ def _refuse_used_folder(path: Path) -> None:
 
     if (path / RUN_FILE).exists():
         raise UsageError(
-            f"{path} holds a run already: go on with it by --resume, remove it, or give another --output"
+            f"{path} holds a run already: go on with it by --resume, remove it, or give another "
+            f"--output"
         )
 
 

@@ -1,7 +1,7 @@
 """The built-in corpus: text that Python and the packages we depend on ship. Nothing is downloaded.
 
-Each source names where it looks. A source that finds too little on this machine is left out; fewer than
-six domains is an error that says what was searched.
+Each source names where it looks. A source that finds too little on this machine is left out; fewer
+than six domains is an error that says what was searched.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """What a corpus is: named domains, each with training bytes and bytes of held-out documents.
 
-A document is one file, one JSONL record, or one translation catalogue. Documents are held out whole, so
-that no part of a validation document was ever trained on.
+A document is one file or one JSONL record. Documents are held out whole, so that no part of a
+validation document was ever trained on.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ class Document:
     """One unit of text that is either trained on or held out.
 
     Attributes:
-        name: path or record number, unique in its domain; it decides the order, so it must be stable.
+        name: path or record number, unique in its domain and the same on every machine.
         text: the bytes.
         held_out: True where the reader has already decided that this is validation text.
     """
@@ -62,8 +62,8 @@ def build_domain(name: str, documents: Sequence[Document]) -> Domain:
     """Order the documents, hold some out and join the rest.
 
     Documents are ordered by the hash of their name: stable on every machine, and a directory whose
-    files are alike does not end up wholly on one side. They are held out from the front until a tenth
-    of the bytes is reached; documents already marked `held_out` come first.
+    files are alike does not end up wholly on one side. They are held out from the front until a
+    tenth of the bytes is reached; documents already marked `held_out` come first.
 
     Args:
         name: name of the domain.

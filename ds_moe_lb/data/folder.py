@@ -13,16 +13,16 @@ from ds_moe_lb.data.corpus import (
 )
 
 _EXPECTED = (
-    "expected one entry per domain: a sub-folder with at least two files, a .txt file, or a .jsonl file "
-    'with one object per line that has the key "text"'
+    "expected one entry per domain: a sub-folder with at least two files, a .txt file, or a .jsonl "
+    'file with one object per line that has the key "text"'
 )
 
 
 def folder_corpus(folder: Path) -> Corpus:
     """Read a corpus from a folder. Hidden entries are ignored.
 
-    A sub-folder's files (at any depth) and a .jsonl file's records are documents of one domain, held out
-    whole. A .txt file is split once: its last tenth is held out.
+    A sub-folder's files (at any depth) and a .jsonl file's records are documents of one domain,
+    held out whole. A .txt file is split once: its last tenth is held out.
 
     Args:
         folder: what the user gave as ``--data``.
@@ -69,7 +69,7 @@ def _file_documents(path: Path, *, name: str) -> list[Document]:
 
 
 def _first_and_last(path: Path) -> list[Document]:
-    """The first nine tenths and the last tenth of one text, cut at a line end where there is one."""
+    """The first nine tenths and the last tenth of one text, cut at a line end if there is one."""
     text = path.read_bytes()
     cut = int(len(text) * (1 - HELD_OUT_FRACTION))
     cut = text.find(b"\n", cut) + 1 or cut

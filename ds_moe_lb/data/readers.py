@@ -1,4 +1,4 @@
-"""From a file to the bytes that count as its text: plain, docstrings, package descriptions, catalogues."""
+"""From a file to the bytes that count as its text: plain, English prose, translation catalogues."""
 
 import ast
 import email
@@ -16,7 +16,7 @@ def read_plain(path: Path) -> bytes:
 
 
 def read_english(path: Path) -> bytes:
-    """Prose: the description (README) inside a package's METADATA, or a Python file's docstrings."""
+    """Prose: the README inside a package's METADATA, or the docstrings of a Python file."""
     text = _description(path) if path.name == "METADATA" else _docstrings(path)
     return text.encode(errors="replace")[:MAX_DOCUMENT_BYTES]
 
@@ -24,8 +24,8 @@ def read_english(path: Path) -> bytes:
 def read_catalogue(path: Path) -> bytes:
     """The translations (not the English originals) of a compiled gettext catalogue, one a line.
 
-    Layout of a .mo file: magic, revision, number of strings, offset of the table of originals, offset
-    of the table of translations; each table row is (length, offset).
+    Layout of a .mo file: magic, revision, number of strings, offset of the table of originals,
+    offset of the table of translations; each table row is (length, offset).
     """
     data = path.read_bytes()
     if len(data) < 20:

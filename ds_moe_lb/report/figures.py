@@ -47,7 +47,7 @@ def save_figures(figures: dict[str, Figure], folder: Path) -> list[Path]:
 
 @contextmanager
 def _style(palette: dict[str, str]) -> Iterator[None]:
-    settings: dict[str, Any] = {
+    settings: Any = {
         "figure.facecolor": palette["paper"],
         "savefig.facecolor": palette["paper"],
         "axes.facecolor": palette["paper"],
@@ -137,7 +137,7 @@ def _training_curves(runs: list[Run], palette: dict[str, str]) -> Figure:
 
 def _heatmaps(runs: list[Run]) -> Figure:
     """One row per layer, one column per run; a cell is the share of a domain's selections."""
-    shares = [_selection_share_LDE(run) for run in runs]
+    shares = [_selection_share(run) for run in runs]
     num_layers = max(len(share_LDE) for share_LDE in shares)
     num_domains = max(share_LDE.shape[1] for share_LDE in shares)
     num_experts = max(share_LDE.shape[2] for share_LDE in shares)
@@ -182,7 +182,7 @@ def _heatmaps(runs: list[Run]) -> Figure:
 
 def _expert_load(runs: list[Run], palette: dict[str, str]) -> Figure:
     """Load of each expert on all held-out text relative to the mean, most used first."""
-    shares = [_load_LE(run) for run in runs]
+    shares = [_relative_load(run) for run in runs]
     num_layers = max(len(load_LE) for load_LE in shares)
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     axes = figure.subplots(1, num_layers, sharey=True, squeeze=False)[0]
@@ -205,12 +205,12 @@ def _expert_load(runs: list[Run], palette: dict[str, str]) -> Figure:
     return figure
 
 
-def _selection_share_LDE(run: Run) -> NDArray[np.float64]:
+def _selection_share(run: Run) -> NDArray[np.float64]:
     counts_LDE = np.array(run.validations[-1]["tokens_per_expert_LDE"], dtype=float)
     return counts_LDE / np.maximum(counts_LDE.sum(axis=2, keepdims=True), 1.0)
 
 
-def _load_LE(run: Run) -> NDArray[np.float64]:
+def _relative_load(run: Run) -> NDArray[np.float64]:
     counts_LE = np.array(run.validations[-1]["tokens_per_expert_LDE"], dtype=float).sum(axis=1)
     return counts_LE / np.maximum(counts_LE.mean(axis=1, keepdims=True), 1e-9)
 
@@ -228,7 +228,7 @@ def _smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _clip_first_steps(panel: Axes, *, floor: float) -> None:
-    """Let the curves fill the panel: the first steps, before balancing acts, may leave at the top."""
+    """Let the curves fill the panel; the first steps, before balancing acts, may be cut off."""
     drawn = [np.asarray(line.get_ydata(), dtype=float) for line in panel.get_lines()]
     later = [values[len(values) // 10 :] for values in drawn if len(values) > 2]
     if later:

@@ -12,12 +12,13 @@ from ds_moe_lb.report.tables import all_tables, format_difference, format_value,
 from ds_moe_lb.training.run_folder import Run
 
 _CAPTIONS = {
-    "training_curves": "Thin: every optimizer step; thick: smoothed. A balance loss of 1 and a MaxVio of 0 "
-    "mean that all experts are used alike.",
-    "domain_expert_heatmaps": "One row of panels per layer, one column per run, one colour scale. A row of "
-    "one colour: the domain uses all experts alike. Bright cells: experts that a domain prefers.",
-    "expert_load": "Tokens that each expert was selected for, relative to the mean. Specialised experts "
-    "may still be evenly loaded.",
+    "training_curves": "Thin: every optimizer step; thick: smoothed. A balance loss of 1 and a "
+    "MaxVio of 0 mean that all experts are used alike.",
+    "domain_expert_heatmaps": "One row of panels per layer, one column per run, one colour scale. "
+    "A row of one colour: the domain uses all experts alike. Bright cells: experts that a domain "
+    "prefers.",
+    "expert_load": "Tokens that each expert was selected for, relative to the mean. Specialised "
+    "experts may still be evenly loaded.",
 }
 _TITLES = {
     "training_curves": "Training",
@@ -25,8 +26,8 @@ _TITLES = {
     "expert_load": "Expert load",
 }
 _STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #d9dde2;
-  --better: #1a7f37; --worse: #9a6700; --back: #f6f8fa; }
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --soft: #59636e;
+  --line: #d9dde2; --better: #1a7f37; --worse: #9a6700; --back: #f6f8fa; }
 @media (prefers-color-scheme: dark) { :root { --paper: #161b22; --ink: #e6edf3; --soft: #9198a1;
   --line: #3b434d; --better: #3fb950; --worse: #d29922; --back: #0d1117; } }
 * { box-sizing: border-box; }
@@ -44,7 +45,8 @@ th, td { padding: 6px 10px; border-bottom: 1px solid var(--line); text-align: ri
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 11em; }
 tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 600; }
-.better { color: var(--better); font-weight: 600; } .worse { color: var(--worse); font-weight: 600; }
+.better { color: var(--better); font-weight: 600; }
+.worse { color: var(--worse); font-weight: 600; }
 img { display: block; width: 100%; height: auto; } code { overflow-wrap: anywhere; }
 .facts td { white-space: normal; overflow-wrap: anywhere; }
 """
@@ -77,13 +79,13 @@ def html_page(runs: list[Run]) -> str:
 
 
 def _introduction(runs: list[Run]) -> str:
-    corpus = runs[0].info["corpus"]
-    names = ", ".join(domain["name"] for domain in corpus["domains"])
+    domains = [domain["name"] for domain in runs[0].info["corpus"]["domains"]]
     model = runs[0].info["model"]
     return _soft(
-        f"A byte-level MoE language model, {model['num_layers']} layers with {model['num_experts']} experts, "
-        f"top-{model['top_k']}, trained on {len(corpus['domains'])} domains of text ({names}), each sequence "
-        f"from one domain. All losses are on held-out files, domains weighted equally."
+        f"A byte-level MoE language model, {model['num_layers']} layers with "
+        f"{model['num_experts']} experts, top-{model['top_k']}, trained on {len(domains)} domains "
+        f"of text ({', '.join(domains)}), each sequence from one domain. All losses are on "
+        f"held-out files, domains weighted equally."
     )
 
 
@@ -129,10 +131,10 @@ def _facts(runs: list[Run]) -> str:
     def batch(run: Run) -> str:
         config = run.info["ds_config"]
         micro = config.get("train_micro_batch_size_per_gpu", "?")
-        return (
-            f"{run.info['world_size']} ranks x {config.get('gradient_accumulation_steps', 1)} micro-steps x "
-            f"{micro} sequences of {run.info['model']['sequence_length']} bytes"
-        )
+        steps = config.get("gradient_accumulation_steps", 1)
+        length = run.info["model"]["sequence_length"]
+        ranks = run.info["world_size"]
+        return f"{ranks} ranks x {steps} micro-steps x {micro} sequences of {length} bytes"
 
     lines = [
         line("", [run.label for run in runs]),

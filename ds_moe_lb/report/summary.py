@@ -23,8 +23,8 @@ class Summary:
         balance: means over the last steps of training, by name of the metric; empty without plugin.
         validation_max_violation: MaxVio of all held-out text, mean over layers.
         mutual_information: between domain and expert, nats, mean over layers.
-        selection_frequency: per domain, the largest share of its selections that one expert took, in
-            any layer.
+        selection_frequency: per domain, the largest share of its selections that one expert took,
+            in any layer.
         tokens_per_second: median over training.
     """
 

@@ -1,1 +1,1 @@
-"""A small MoE language model on bytes, its training loop, its evaluation and the folder of a run."""
+"""A small MoE language model on bytes: training loop, evaluation, and the folder of a run."""

@@ -48,7 +48,7 @@ def evaluate(
 ) -> Validation:
     """Run the model over held-out text; every rank takes its rows of each batch.
 
-    Two collectives at the end. All ranks run the same number of forwards, as expert parallelism needs.
+    Two collectives at the end. All ranks run equally many forwards, as expert parallelism needs.
 
     Args:
         engine: a DeepSpeed engine around :class:`ByteMoEModel`; left in training mode.

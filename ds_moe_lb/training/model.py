@@ -4,12 +4,12 @@ Shape legend: B sequences, S positions, M model width, V = 256 byte values, L la
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 NUM_BYTES = 256
@@ -76,7 +76,7 @@ class CausalAttention(nn.Module):
             .permute(2, 0, 3, 1, 4)
             .unbind(0)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -89,7 +89,7 @@ class Expert(nn.Module):
         self.down = nn.Linear(expert_dim, model_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(functional.gelu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -158,7 +158,7 @@ class ByteMoEModel(nn.Module):
 
 def language_model_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Mean cross-entropy in nats per byte, computed in fp32."""
-    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
+    return functional.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
 
 
 def initialise_experts(model: ByteMoEModel, *, ep_rank: int, seed: int) -> None:
@@ -173,7 +173,8 @@ def initialise_experts(model: ByteMoEModel, *, ep_rank: int, seed: int) -> None:
         seed: seed of the run.
     """
     for layer, block in enumerate(model.blocks):
-        experts = block.moe.deepspeed_moe.experts.deepspeed_experts
+        assert isinstance(block, Block)
+        experts: Any = block.moe.deepspeed_moe.experts.deepspeed_experts
         for local_index, expert in enumerate(experts):
             index = ep_rank * len(experts) + local_index
             generator = torch.Generator().manual_seed(seed + 1_000_003 * (1 + layer) + index)

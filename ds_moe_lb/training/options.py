@@ -18,9 +18,9 @@ class TrainOptions:
         eval_interval: optimizer steps between validations; 0 = only at the end.
         eval_batches: validation batches per domain.
         eval_batch_size: sequences of one rank in one validation batch.
-        save_interval: optimizer steps between checkpoints; 0 = only at the end and when interrupted.
-        aux_loss_coeff: factor of the script on `l_aux`; None = `DEFAULT_AUX_LOSS_COEFF`, or nothing when
-            the JSON has its own coefficient.
+        save_interval: optimizer steps between checkpoints; 0 = at the end and when interrupted.
+        aux_loss_coeff: factor of the script on `l_aux`; None = `DEFAULT_AUX_LOSS_COEFF`, or nothing
+            when the JSON has its own coefficient.
         learning_rate: for the AdamW that is made when the JSON has no optimizer.
         ep_size: expert-parallel size; 0 = as many ranks as divide the experts.
     """

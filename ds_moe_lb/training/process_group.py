@@ -18,8 +18,8 @@ def join() -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone, MASTER_PORT=str(free_port()))
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed would compile a shared-memory op under a lock that a killed rank leaves behind for
-        # ever. It serves inference only; the private table below is where DeepSpeed looks it up.
+        # DeepSpeed would compile a shared-memory op under a lock that a killed rank leaves behind
+        # for ever. It serves inference only; this private table is where DeepSpeed looks it up.
         deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(verbose=False)
 
@@ -42,8 +42,8 @@ def expert_parallel_size(requested: int, *, num_experts: int) -> int:
         return math.gcd(world_size, num_experts)
     if world_size % requested or num_experts % requested:
         raise ValueError(
-            f"--ep-size: got {requested}, expected a divisor of the number of ranks ({world_size}) and "
-            f"of --num-experts ({num_experts})"
+            f"--ep-size: got {requested}, expected a divisor of the number of ranks ({world_size}) "
+            f"and of --num-experts ({num_experts})"
         )
     return requested
 

@@ -1,6 +1,6 @@
 """What a run leaves on disk, and how to read it back.
 
-run.json            what was asked: arguments, DeepSpeed config, model, corpus hash, versions, status
+run.json            arguments, DeepSpeed config, model, corpus hash, versions, status
 history.jsonl       one line per optimizer step
 validation.jsonl    one line per validation, with the domain x expert counts of every layer
 tensorboard/        DeepSpeed's monitor

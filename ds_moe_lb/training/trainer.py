@@ -1,4 +1,4 @@
-"""The training loop: DeepSpeed engine, micro-batches, validation, checkpoints, logs, a clean stop."""
+"""The training loop: engine, micro-batches, validation, checkpoints, logs, a clean stop."""
 
 import time
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from ds_moe_lb.training.progress import Progress
 from ds_moe_lb.training.run_folder import RunFolder
 from ds_moe_lb.training.stop_request import StopRequest
 
-# Report keys of `LoadBalancer.metrics()` that history.jsonl keeps: means over layers, not each layer.
+# `LoadBalancer.metrics()` marks the values of single layers so; history.jsonl keeps the means.
 _PER_LAYER_MARK = "/"
 
 
@@ -136,7 +136,7 @@ class Trainer:
         return stop_votes > 0
 
     def _seed_step(self, step: int) -> None:
-        """Make every draw of a step a function of seed, step and rank, so that resuming is exact."""
+        """Make all draws of a step a function of seed, step and rank, so that resuming is exact."""
         words = np.random.SeedSequence(
             [self.task.options.seed, step, dist.get_rank()]
         ).generate_state(1)
@@ -178,7 +178,7 @@ class Trainer:
 
 
 def prepare_ds_config(ds_config: Mapping[str, Any], tensorboard: Path) -> dict[str, Any]:
-    """The user's DeepSpeed config with the TensorBoard logs, unless they are off, in the run folder."""
+    """The user's config with the TensorBoard logs, unless they are off, in the run folder."""
     section = {**ds_config.get("tensorboard", {"enabled": True})}
     section |= {"output_path": str(tensorboard), "job_name": ""}
     # DeepSpeed prints a line of its own every ten steps, which would break the progress bar.
