@@ -13,6 +13,10 @@ source "$(dirname "$0")/defaults.sh"
 # pin each rank to one core, all its threads included.
 arguments=(-n "$NUM_RANKS" --oversubscribe --bind-to none --allow-run-as-root)
 if [[ -n "${HOSTFILE:-}" ]]; then
-    arguments+=(--hostfile "$HOSTFILE")
+    arguments+=(--hostfile "$HOSTFILE" -x PATH -x OMP_NUM_THREADS -x MASTER_PORT)
+    export MASTER_PORT="${MASTER_PORT:-29500}"
+else
+    MASTER_PORT="$(free_port)"
+    export MASTER_PORT
 fi
 exec mpirun "${arguments[@]}" python -m ds_moe_lb train "${TRAIN_ARGUMENTS[@]}" "$@"
