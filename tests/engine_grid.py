@@ -266,6 +266,18 @@ def run_window(
             if getattr(engine, "load_balancer", None) is not None:
                 counts = [n.tolist() for n in engine.load_balancer.counts().values()]
         engine.step()
+    return make_record(recorder, model, weights, grads, l_aux, counts)
+
+
+def make_record(
+    recorder: GateRecorder,
+    model: TinyMoE,
+    weights: list[list[list[float]]],
+    grads: list[torch.Tensor],
+    l_aux: list[list[float]],
+    counts: list[list[int]] | None,
+) -> WindowRecord:
+    """Put what was read during a window together with what the recorder and the blocks kept."""
     calls = recorder.take()
     return WindowRecord(
         weights=weights,

@@ -21,6 +21,7 @@ from engine_grid import (
     make_batch,
     make_engine,
     make_model,
+    make_record,
     run_cell,
     run_window,
     section_of,
@@ -151,6 +152,53 @@ def test_boundary_does_not_depend_on_how_ranks_and_steps_cut_the_window(tokens, 
         assert first.abs().max() > 1e-2
         for other in gradients[1:]:
             torch.testing.assert_close(other[layer], first, rtol=1e-5, atol=1e-7)
+
+
+def _check_two_forwards(cells: list[Cell]) -> list[list[WindowRecord]]:
+    """Windows of two micro-steps: both forwards, then both backwards, in the given cells."""
+    return [_two_forwards_first(cell) for cell in cells]
+
+
+def _two_forwards_first(cell: Cell) -> list[WindowRecord]:
+    model = make_model(cell)
+    engine = make_engine(cell, model, section_of(cell))
+    recorder = GateRecorder(model.gates())
+    records = []
+    for window in range(2):
+        for block in model.blocks:
+            block.input_grads.clear()
+        weights = [gate.wg.weight.detach().tolist() for gate in model.gates()]
+        batches = [
+            make_batch(cell, window=window, micro_step=m, rank=dist.get_rank()) for m in range(2)
+        ]
+        outputs = [engine(batch.x, used_token(batch)) for batch in batches]
+        grads, counts = [], None
+        for micro_step, (batch, (prediction, losses)) in enumerate(
+            zip(batches, outputs, strict=True)
+        ):
+            balancing = sum(losses) if cell.mechanism == "l_aux" else 0.0
+            engine.backward(0.0 * main_loss(batch, prediction) + COEFF * balancing)
+            if micro_step == 1:
+                grads = [full_grad(gate.wg.weight) for gate in model.gates()]
+                counts = [n.tolist() for n in engine.load_balancer.counts().values()]
+            engine.step()
+        l_aux = [[losses[i].item() for _, losses in outputs] for i in range(len(model.blocks))]
+        records.append(make_record(recorder, model, weights, grads, l_aux, counts))
+    finish(engine)
+    return records
+
+
+def test_two_forwards_before_their_backwards():
+    """f of each backward, and of each recompute, is that of its own forward."""
+    cells = [
+        replace(BASE, mechanism=mechanism, estimate=estimate, checkpointing=mode, tokens="uneven")
+        for mechanism in MECHANISMS
+        for estimate in ESTIMATES
+        for mode in ("off", "reentrant", "non_reentrant")
+    ]
+    results = run_ranks(_check_two_forwards, 2, cells, timeout_s=90)
+    for index, cell in enumerate(cells):
+        assert disagreements(cell, _per_rank(results, index)) == [], cell
 
 
 def test_counts_sum_to_k_times_the_valid_tokens():
