@@ -102,7 +102,7 @@ class CountLayout:
         message = torch.empty(self.message_size, dtype=torch.int64, device=self.device)
         message[self._counts_in_message] = counts_F
         # As a rule the layers were called equally often and stand in a row: no copy from the host.
-        if positions[-1] - positions[0] == len(positions) - 1:
+        if list(positions) == list(range(positions[0], positions[0] + len(positions))):
             x_L = self._layer_index_L + positions[0]
         else:
             x_L = torch.tensor(positions, device=self.device)
@@ -123,7 +123,7 @@ class CountLayout:
         return message[self._counts_in_message], message[self._headers_in_message]
 
     def slopes(self, counts_F: Tensor, token_weight_L: Tensor) -> Tensor:
-        """``w E f`` of every layer at once, ``(F,)`` fp32; see :func:`ds_moe_lb.loss.balance_slope`."""
+        """``w E f`` of all layers, ``(F,)`` fp32; see :func:`ds_moe_lb.loss.balance_slope`."""
         total_L = self.per_layer_sum(counts_F).clamp(min=1).double()
         scale_L = token_weight_L.double() * self.num_experts_L / total_L
         return (counts_F.double() * scale_L[self.layer_of_expert_F]).float()

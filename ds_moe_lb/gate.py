@@ -52,8 +52,8 @@ class _RoutingObserver(TorchFunctionMode):
         """The probabilities; RuntimeError where the parent did not route as it is known to."""
         if self.probs_TE is None or len(self.choices_T) != self._num_choices:
             raise RuntimeError(
-                "moe_load_balancing: deepspeed.moe.sharded_moe.TopKGate no longer routes through softmax "
-                "and argmax/topk; this version of DeepSpeed is not supported"
+                "moe_load_balancing: deepspeed.moe.sharded_moe.TopKGate no longer routes through "
+                "softmax and argmax/topk; this version of DeepSpeed is not supported"
             )
         return self.probs_TE
 
@@ -74,8 +74,7 @@ class GlobalBatchTopKGate(TopKGate):
 
     Takes the place of a ``TopKGate`` by class swap when the plugin is installed; parameters,
     state_dict keys, routing, capacity, noise and every output but ``l_aux`` are the parent's, bit
-    for bit. A gate that belongs to no :class:`~ds_moe_lb.LoadBalancer` (a copied model, say) is
-    the parent in everything.
+    for bit. A gate that belongs to no :class:`~ds_moe_lb.LoadBalancer` is the parent in everything.
     """
 
     def forward(
@@ -113,10 +112,6 @@ class GlobalBatchTopKGate(TopKGate):
         self.__dict__[_OPEN_CALL] = call
         return tuple(outputs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copied or pickled model must not drag the engine and its process groups along.
-        return {name: v for name, v in self.__dict__.items() if name not in (_ROUTER, _OPEN_CALL)}
-
 
 def attach(gate: TopKGate, router: "Router") -> None:
     """Make a live TopKGate a GlobalBatchTopKGate of this router."""
@@ -137,11 +132,9 @@ def forget_open_call(gate: TopKGate) -> None:
 
 
 def finish_moe_layer(moe_layer: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of MOELayer: dispatch and experts are done, so await the counts and set
-    ``l_aux``.
+    """Forward hook of MOELayer: the experts are done, so await the counts and set ``l_aux``.
 
-    Runs before ``MoE.forward`` reads the attribute. A plain function, so that copying the model
-    copies no state of the plugin.
+    Runs before ``MoE.forward`` reads the attribute.
     """
     call = moe_layer.gate.__dict__.pop(_OPEN_CALL, None)
     if call is not None:

@@ -6,15 +6,15 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from deepspeed.moe.sharded_moe import MOELayer, TopKGate
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import logger
-from deepspeed.utils.logging import print_dist
 
 from ds_moe_lb import _compat, gate
+from ds_moe_lb.announce import announce
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
 from ds_moe_lb.counts import CountLayout, RouterLayer
+from ds_moe_lb.discovery import find_moe_layers, refuse_unsupported
 from ds_moe_lb.router import Router
 from ds_moe_lb.sync import (
     CountGroup,
@@ -80,67 +80,16 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
         engine.load_balancer = None
         return None
     warnings = _compat.check_host(engine)
-    _refuse_unsupported(engine, settings)
-    moe_layers = _find_moe_layers(engine.module)
+    refuse_unsupported(engine, settings)
+    moe_layers = find_moe_layers(engine.module)
     factory = GroupFactory()
     balancer = _build(engine, settings, moe_layers, factory)
     _Installation(engine, balancer, moe_layers, factory).apply()
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning(f"{SECTION}: {warning}")
-    _announce(engine, balancer)
+    announce(engine, balancer)
     return balancer
-
-
-def _refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
-    if isinstance(engine, PipelineEngine):
-        raise ValueError(
-            f"{SECTION}: PipelineEngine is not supported in this version of ds_moe_lb; remove the section "
-            f"or train without pipeline parallelism"
-        )
-    mesh = getattr(engine, "mesh_device", None)
-    if mesh is not None and mesh.mesh.dim() > 1 and mesh.mesh.shape[1] > 1:
-        raise ValueError(
-            f"{SECTION}: mesh_param / sequence_parallel_size is not supported: DeepSpeed does not reduce "
-            f"gradients over its sequence ranks. Use an mpu with sequence-parallel groups"
-        )
-    if config.monitor.image_interval:
-        if not getattr(engine.monitor.monitor_config.tensorboard, "enabled", False):
-            raise ValueError(
-                f"{SECTION}.monitor.image_interval: got {config.monitor.image_interval}, but pictures go "
-                f'to TensorBoard only; add "tensorboard": {{"enabled": true, ...}} or set it to 0'
-            )
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise ValueError(
-                f"{SECTION}.monitor.image_interval: pictures need matplotlib; pip install "
-                f"'ds_moe_lb[report]' or set it to 0"
-            ) from error
-
-
-def _find_moe_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
-    """Native MoE layers by name, in the model's order."""
-    found: dict[str, MOELayer] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, MOELayer):
-            continue
-        if type(module.gate) is not TopKGate:
-            raise ValueError(
-                f"{SECTION}: the gate of MoE layer {name!r} is a {type(module.gate).__qualname__}; only "
-                f"deepspeed.moe.sharded_moe.TopKGate itself can be balanced"
-            )
-        found[name] = module
-    if not found:
-        gates = [
-            name for name, module in model.named_modules() if "gate" in name.rsplit(".", 1)[-1]
-        ]
-        seen = f"; modules that look like gates: {', '.join(gates[:8])}" if gates else ""
-        raise ValueError(
-            f"{SECTION}: the model ({type(model).__name__}) has no deepspeed.moe.layer.MoE layers, so "
-            f"there is nothing to balance; remove the section or use MoE layers{seen}"
-        )
-    return found
 
 
 def _build(
@@ -201,15 +150,11 @@ class _Installation:
             gate.attach(moe.gate, router)
             self._handles.append(moe.register_forward_hook(gate.finish_moe_layer))
 
-        # Functions, not bound methods: a deep copy of the model must not copy the engine. The
-        # copy's own forwards are not the engine's.
         def before_forward(module: torch.nn.Module, args: Any) -> None:
-            if module is root:
-                balancer.before_forward(training=module.training)
+            balancer.before_forward(training=module.training)
 
         def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if module is root:
-                balancer.after_forward()
+            balancer.after_forward()
 
         self._handles.append(root.register_forward_pre_hook(before_forward))
         self._handles.append(root.register_forward_hook(after_forward))
@@ -223,8 +168,8 @@ class _Installation:
                 layer.name for layer, f in zip(balancer.layout.layers, frozen, strict=True) if f
             ]
             logger.warning(
-                f"{SECTION}: the routers of {', '.join(names)} are frozen; their balance is measured but "
-                f"nothing is added to their gradients"
+                f"{SECTION}: the routers of {', '.join(names)} are frozen; their balance is "
+                f"measured but nothing is added to their gradients"
             )
 
     def revert(self) -> None:
@@ -287,45 +232,7 @@ class _Installation:
         self._balancer.start_window()
         if not self._balancer.balance.load_state_dict(own) and dist.get_rank() == 0:
             logger.warning(
-                f"{SECTION}: the checkpoint's balancing state belongs to another model and was left; the "
-                f"first window uses estimate 'running'"
+                f"{SECTION}: the checkpoint's balancing state belongs to another model and was "
+                f"left alone; the first window uses estimate 'running'"
             )
         return path, client_state
-
-
-def _announce(engine: Any, balancer: LoadBalancer) -> None:
-    """The one line on rank 0 that says what was installed; a warning where it cannot do anything."""
-    config, layout, reducer = balancer.config, balancer.layout, balancer.balance.reducer
-    gas = engine.gradient_accumulation_steps()
-    num_ranks = min(group.num_ranks for group in reducer.groups)
-    kinds = sorted({(layer.num_experts, layer.top_k) for layer in layout.layers})
-    shapes = ", ".join(f"E={num_experts} k={top_k}" for num_experts, top_k in kinds)
-    line = f"{SECTION}: {len(layout.layers)} MoE layers ({shapes}), scope {config.scope}"
-    if config.scope == "global_batch":
-        sequences = num_ranks * gas * engine.train_micro_batch_size_per_gpu()
-        line += (
-            f", estimate {config.estimate}, counts over {config.sync_group}: D x G = {num_ranks} x {gas}, "
-            f"balance batch size {sequences} sequences, "
-            f"{_collectives_per_step(balancer, gas)} count collectives per optimizer step"
-        )
-    if config.aux_loss_coeff is None:
-        line += ", loss as l_aux" if balancer.replaces_l_aux else ""
-    else:
-        line += f", aux_loss_coeff {config.aux_loss_coeff:g}"
-    print_dist(line, ranks=[0])
-    if config.scope == "global_batch" and num_ranks * gas == 1 and dist.get_rank() == 0:
-        logger.warning(
-            f"{SECTION}: D x G is 1, so the global batch is the micro-batch and nothing changes; raise "
-            f"gradient_accumulation_steps or the number of data-parallel ranks"
-        )
-
-
-def _collectives_per_step(balancer: LoadBalancer, gas: int) -> int:
-    reducer, reduction = balancer.balance.reducer, balancer.balance.reduction
-    if reduction == "none":
-        return 0
-    if balancer.config.estimate == "boundary":
-        return reducer.num_collectives_per_message
-    if reduction == "after_forward":
-        return gas * reducer.num_collectives_per_message
-    return gas * sum(group.group is not None for group in reducer.groups)
