@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 OPTION_FLAGS: dict[str, tuple[type, str]] = {
-    "steps": (int, "optimizer steps in total [400]"),
+    "steps": (int, "optimizer steps in total [300]"),
     "seed": (int, "weights, data order and every other random draw [1]"),
     "eval_interval": (int, "optimizer steps between validations, 0 = only at the end [100]"),
     "eval_batches": (int, "validation batches per domain [4]"),

@@ -10,17 +10,21 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from torch import Tensor
 
+from ds_moe_lb.metrics import mutual_information
 from ds_moe_lb.training.run_folder import Run
 
 # Okabe-Ito, distinguishable with colour-blind eyes; orange and blue first.
 _COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "faint": "#d9dde2"}
 _DARK = {"paper": "#161b22", "ink": "#e6edf3", "faint": "#3b434d"}
-_SMOOTHING = 0.08  # weight of the newest step in the drawn training curve
+_SMOOTHED_SHARE = 0.04  # width of the moving average, as a share of the run
 
 
 def draw_figures(runs: list[Run], *, dark: bool = False) -> dict[str, Figure]:
@@ -66,6 +70,8 @@ def _style(palette: dict[str, str]) -> Iterator[None]:
         "xtick.color": palette["ink"],
         "ytick.color": palette["ink"],
         "legend.frameon": False,
+        "figure.constrained_layout.w_pad": 0.09,
+        "figure.constrained_layout.h_pad": 0.09,
         "font.size": 9.5,
     }
     with matplotlib.rc_context(settings):
@@ -160,22 +166,21 @@ def _heatmaps(runs: list[Run]) -> Figure:
                 share_LDE[layer][:, order_E], vmin=0.0, vmax=highest, cmap="viridis", aspect="auto"
             )
             panel.grid(False)
-            panel.set_title(f"{run.label}, layer {layer}" if layer == 0 else f"layer {layer}")
+            information = mutual_information(_counts(run)[layer])
+            title = f"layer {layer}: mutual information {information:.3f} nats"
+            panel.set_title(f"{run.label}\n{title}" if layer == 0 else title)
             panel.set_yticks(range(len(domains)), domains if column == 0 else [""] * len(domains))
             panel.set_xticks(range(len(order_E)), [str(expert) for expert in order_E], size=7)
             panel.tick_params(length=0)
         axes[-1, column].set_xlabel("expert, ordered by the domain that uses it most")
-    figure.suptitle(
-        "Which experts each domain selects (share of the domain's selections, held-out files)"
-    )
+    figure.suptitle("Which experts each domain selects on held-out files")
     assert image is not None, "callers pass runs with a validation"
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
-    bar.set_label("share of selections")
     bar.outline.set_visible(False)
     uniform = 1 / num_experts
-    bar.ax.axhline(uniform, color="white", linewidth=1.2)
-    bar.ax.annotate(
-        f" uniform {uniform:.3f}", (0.5, uniform), color="white", size=7, ha="center", va="bottom"
+    bar.ax.axhline(uniform, color="white", linewidth=1.5)
+    bar.set_label(
+        f"share of the domain's selections (white line: all experts alike, {uniform:.4g})"
     )
     return figure
 
@@ -198,6 +203,7 @@ def _expert_load(runs: list[Run], palette: dict[str, str]) -> Figure:
                 )
         panel.axhline(1.0, color=palette["ink"], linewidth=0.9, linestyle=":")
         panel.grid(False, axis="x")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_xlabel("experts, most used first")
     axes[0].set_ylabel("load / mean load")
     axes[-1].legend(loc="upper right")
@@ -205,14 +211,19 @@ def _expert_load(runs: list[Run], palette: dict[str, str]) -> Figure:
     return figure
 
 
+def _counts(run: Run) -> Tensor:
+    """``(L, D, E)`` int64 selections of the last validation."""
+    return torch.tensor(run.validations[-1]["tokens_per_expert_LDE"])
+
+
 def _selection_share(run: Run) -> NDArray[np.float64]:
-    counts_LDE = np.array(run.validations[-1]["tokens_per_expert_LDE"], dtype=float)
-    return counts_LDE / np.maximum(counts_LDE.sum(axis=2, keepdims=True), 1.0)
+    counts_LDE = _counts(run).double()
+    return (counts_LDE / counts_LDE.sum(dim=2, keepdim=True).clamp(min=1)).numpy()
 
 
 def _relative_load(run: Run) -> NDArray[np.float64]:
-    counts_LE = np.array(run.validations[-1]["tokens_per_expert_LDE"], dtype=float).sum(axis=1)
-    return counts_LE / np.maximum(counts_LE.mean(axis=1, keepdims=True), 1e-9)
+    counts_LE = _counts(run).double().sum(dim=1)
+    return (counts_LE / counts_LE.mean(dim=1, keepdim=True)).numpy()
 
 
 def _order_by_favourite_domain(share_DE: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -221,10 +232,11 @@ def _order_by_favourite_domain(share_DE: NDArray[np.float64]) -> NDArray[np.int6
 
 
 def _smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    smoothed = np.copy(values)
-    for index in range(1, len(values)):
-        smoothed[index] += (1 - _SMOOTHING) * (smoothed[index - 1] - values[index])
-    return smoothed
+    """Centred moving average; at both ends over the steps that there are."""
+    half = max(1, int(len(values) * _SMOOTHED_SHARE / 2))
+    return np.array(
+        [values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))], dtype=float
+    )
 
 
 def _clip_first_steps(panel: Axes, *, floor: float) -> None:

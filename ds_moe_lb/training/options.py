@@ -25,7 +25,7 @@ class TrainOptions:
         ep_size: expert-parallel size; 0 = as many ranks as divide the experts.
     """
 
-    steps: int = 400
+    steps: int = 300
     seed: int = 1
     eval_interval: int = 100
     eval_batches: int = 4
