@@ -105,8 +105,8 @@ def check_host(engine: Any) -> list[str]:
     versions = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
     if missing:
         raise RuntimeError(
-            f"moe_load_balancing: DeepSpeed {versions['deepspeed']} with torch {versions['torch']} lacks "
-            f"{'; '.join(missing)}. {_tested_range()}"
+            f"moe_load_balancing: DeepSpeed {versions['deepspeed']} with torch "
+            f"{versions['torch']} lacks {'; '.join(missing)}. {_tested_range()}"
         )
     return [
         f"{name} {version} is outside the tested range. {_tested_range()}"

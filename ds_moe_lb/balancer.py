@@ -101,7 +101,7 @@ class LoadBalancer:
         if not isinstance(valid_mask, Tensor) or valid_mask.dtype != torch.bool:
             got = valid_mask.dtype if isinstance(valid_mask, Tensor) else type(valid_mask).__name__
             raise ValueError(
-                f"LoadBalancer.token_mask: got {got}, expected a bool tensor, True = the token counts"
+                f"LoadBalancer.token_mask: got {got}, expected a bool tensor (True = counts)"
             )
         before = self.current_token_mask
         self.current_token_mask = valid_mask
@@ -200,9 +200,9 @@ class LoadBalancer:
     def _warn_if_unused(self) -> None:
         if self._watches_gradient and not self._l_aux_had_gradient:
             log_dist(
-                "moe_load_balancing: no l_aux received a gradient in the first window, so nothing balances "
-                "the experts. Add coefficient * l_aux of every MoE layer to the loss (and return l_aux "
-                "from checkpointed blocks), or set moe_load_balancing.aux_loss_coeff.",
+                "moe_load_balancing: no l_aux received a gradient in the first window, so nothing "
+                "balances the experts. Add coefficient * l_aux of every MoE layer to the loss (and "
+                "return l_aux from checkpointed blocks), or set moe_load_balancing.aux_loss_coeff.",
                 ranks=[0],
                 level=logging.WARNING,
             )

@@ -51,7 +51,7 @@ class MonitorConfig(_Section):
 
 
 class LoadBalancingConfig(_Section):
-    """The section `moe_load_balancing` of a DeepSpeed JSON; every field is a key with its default."""
+    """The section `moe_load_balancing` of a DeepSpeed JSON: its keys and their defaults."""
 
     enabled: bool = True
     scope: Scope = "global_batch"
@@ -86,7 +86,7 @@ def parse_config(ds_config: Mapping[str, Any]) -> LoadBalancingConfig | None:
 
 
 def parse_section(section: Any) -> LoadBalancingConfig:
-    """Validate the content of the section itself; raises ValueError as :func:`parse_config` does."""
+    """Validate the section's content; raises ValueError as :func:`parse_config` does."""
     if not isinstance(section, Mapping):
         raise ValueError(
             f"{SECTION}: got {section!r}, expected an object such as "
@@ -179,8 +179,8 @@ def _refuse_not_yet(config: LoadBalancingConfig) -> None:
         value = getattr(config, key)
         if value != getattr(defaults, key):
             raise ValueError(
-                f"{SECTION}.{key}: got {value!r}, but only {getattr(defaults, key)!r} is available in "
-                f"this version of ds_moe_lb"
+                f"{SECTION}.{key}: got {value!r}, but only {getattr(defaults, key)!r} is available "
+                f"in this version of ds_moe_lb"
             )
 
 
@@ -195,6 +195,6 @@ def _refuse_contradictions(config: LoadBalancingConfig) -> None:
             default = getattr(LoadBalancingConfig(), key)
             if getattr(config, key) != default:
                 raise ValueError(
-                    f"{SECTION}.{key}: got {getattr(config, key)!r}, which means something only with "
-                    f"scope 'global_batch'; with scope {config.scope!r} leave it out"
+                    f"{SECTION}.{key}: got {getattr(config, key)!r}, which means something only "
+                    f"with scope 'global_batch'; with scope {config.scope!r} leave it out"
                 )

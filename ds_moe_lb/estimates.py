@@ -135,7 +135,7 @@ class BalanceCounts:
         return call
 
     def end_micro_step(self, micro_step: MicroStep) -> None:
-        """The model's forward has ended: launch the one reduction of all its counts, where it has one."""
+        """The model's forward has ended: launch the reduction of all its counts, if it has one."""
         self.window.end_micro_step(micro_step)
         if self.reduction != "after_forward":
             return
@@ -203,6 +203,12 @@ class BalanceCounts:
                 num_ranks=self.reducer.groups[call.layer].num_ranks,
             )
         while call.micro_step.index not in self._slopes:
+            if not self._arrivals:
+                raise RuntimeError(
+                    f"moe_load_balancing: backward reached layer {layer.name!r} before the model's "
+                    f"forward had ended, when its counts were not reduced yet; call backward after "
+                    f"forward, or set aux_loss_coeff to null and add coefficient * l_aux yourself"
+                )
             self._settle_oldest()
         return self._slopes[call.micro_step.index][where]
 

@@ -141,7 +141,7 @@ class BalanceMonitor:
 
 
 class _ReportSums:
-    """Sums over the micro-steps of one window on this rank; ``(F,)`` and ``(L,)``, on the device."""
+    """Sums over the micro-steps of one window on this rank, on the device."""
 
     def __init__(self, layout: CountLayout) -> None:
         num_layers = len(layout.layers)
@@ -169,7 +169,7 @@ class _ReportSums:
 
 
 def _lbl(layout: CountLayout, counts_F: Tensor, prob_sum_F: Tensor) -> Tensor:
-    """``E sum_i f_i P_i`` of every layer from counts and sums of probabilities of the same tokens."""
+    """``E sum_i f_i P_i`` of every layer, ``(L,)``: counts and probabilities of the same tokens."""
     tokens_L = layout.num_tokens(counts_F)
     weight_L = torch.where(tokens_L > 0, 1.0 / tokens_L.clamp(min=1), 0.0)
     return layout.per_layer_sum(layout.slopes(counts_F, weight_L).double() * prob_sum_F)
@@ -178,7 +178,7 @@ def _lbl(layout: CountLayout, counts_F: Tensor, prob_sum_F: Tensor) -> Tensor:
 def _global_batch_metrics(
     layout: CountLayout, counts_F: Tensor, prob_sum_F: Tensor
 ) -> dict[str, Tensor]:
-    """Metrics of the whole batch: name to ``(L,)``, from its counts and sums of probabilities (CPU)."""
+    """Metrics of the whole batch: name to ``(L,)``; everything on the CPU."""
     loads = [counts_F[where] for where in layout.count_slices]
     tokens = [
         int(load.sum()) // layer.top_k for load, layer in zip(loads, layout.layers, strict=True)

@@ -112,7 +112,7 @@ class CountReducer:
 
     @property
     def num_collectives_per_message(self) -> int:
-        """Collectives of one message of all layers: one for each distinct group of several ranks."""
+        """Collectives of one message of all layers: one for each group of several ranks."""
         return sum(len(ranks) > 1 for ranks in self._layers_of)
 
     def start(self, message: Tensor) -> PendingCounts:
@@ -193,8 +193,8 @@ def check_positions(
             detail = f"rank {rank} was at {here}, unlike other ranks of its group"
         raise RuntimeError(
             f"moe_load_balancing: the ranks {list(groups[layer].ranks)} disagree at layer "
-            f"{layers[layer].name!r}: {detail}. All ranks must run the same MoE layers and the same "
-            f"number of micro-steps; counts summed here would be wrong."
+            f"{layers[layer].name!r}: {detail}. All ranks must run the same MoE layers and the "
+            f"same number of micro-steps; counts summed here would be wrong."
         )
 
 
@@ -210,7 +210,7 @@ def expert_group_ranks(expert_group_name: str, *, kind: str) -> list[int]:
 
 
 def sum_report(vector: Tensor, *, count_group: CountGroup) -> Tensor:
-    """Sum a report's fp64 vector over all data-parallel ranks: the one collective of the monitor."""
+    """Sum a report's fp64 vector over the data-parallel ranks: the monitor's one collective."""
     if count_group.group is not None:
         dist.all_reduce(vector, group=count_group.group)
     return vector
@@ -231,5 +231,6 @@ def compare_signatures(signature: dict[str, Any], *, count_group: CountGroup) ->
             if other[key] != first[key]:
                 raise RuntimeError(
                     f"moe_load_balancing: rank {rank} has {key} = {other[key]!r}, rank "
-                    f"{count_group.ranks[0]} has {first[key]!r}; all ranks need the same model and config"
+                    f"{count_group.ranks[0]} has {first[key]!r}; all ranks need the same model and "
+                    f"config"
                 )

@@ -1,0 +1,48 @@
+"""What rank 0 says about an installation: one line, and a warning if it cannot have an effect."""
+
+from typing import Any
+
+import deepspeed.comm as dist
+from deepspeed.utils import logger
+from deepspeed.utils.logging import print_dist
+
+from ds_moe_lb.balancer import LoadBalancer
+from ds_moe_lb.config import SECTION
+
+
+def announce(engine: Any, balancer: LoadBalancer) -> None:
+    """Say on rank 0 what was installed; warn where it cannot change anything."""
+    config, layout, reducer = balancer.config, balancer.layout, balancer.balance.reducer
+    gas = engine.gradient_accumulation_steps()
+    num_ranks = min(group.num_ranks for group in reducer.groups)
+    kinds = sorted({(layer.num_experts, layer.top_k) for layer in layout.layers})
+    shapes = ", ".join(f"E={num_experts} k={top_k}" for num_experts, top_k in kinds)
+    line = f"{SECTION}: {len(layout.layers)} MoE layers ({shapes}), scope {config.scope}"
+    if config.scope == "global_batch":
+        sequences = num_ranks * gas * engine.train_micro_batch_size_per_gpu()
+        line += (
+            f", estimate {config.estimate}, counts over {config.sync_group}: "
+            f"D x G = {num_ranks} x {gas}, balance batch size {sequences} sequences, "
+            f"{_collectives_per_step(balancer, gas)} count collectives per optimizer step"
+        )
+    if config.aux_loss_coeff is None:
+        line += ", loss as l_aux" if balancer.replaces_l_aux else ""
+    else:
+        line += f", aux_loss_coeff {config.aux_loss_coeff:g}"
+    print_dist(line, ranks=[0])
+    if config.scope == "global_batch" and num_ranks * gas == 1 and dist.get_rank() == 0:
+        logger.warning(
+            f"{SECTION}: D x G is 1, so the global batch is the micro-batch and nothing changes; "
+            f"raise gradient_accumulation_steps or the number of data-parallel ranks"
+        )
+
+
+def _collectives_per_step(balancer: LoadBalancer, gas: int) -> int:
+    reducer, reduction = balancer.balance.reducer, balancer.balance.reduction
+    if reduction == "none":
+        return 0
+    if balancer.config.estimate == "boundary":
+        return reducer.num_collectives_per_message
+    if reduction == "after_forward":
+        return gas * reducer.num_collectives_per_message
+    return gas * sum(group.group is not None for group in reducer.groups)

@@ -1,0 +1,62 @@
+"""Which layers of an engine's model can be balanced, and what has to be refused before training."""
+
+from typing import Any
+
+import torch
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_moe_lb.config import SECTION, LoadBalancingConfig
+
+
+def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
+    if isinstance(engine, PipelineEngine):
+        raise ValueError(
+            f"{SECTION}: PipelineEngine is not supported in this version of ds_moe_lb; remove the "
+            f"section or train without pipeline parallelism"
+        )
+    mesh = getattr(engine, "mesh_device", None)
+    if mesh is not None and mesh.mesh.dim() > 1 and mesh.mesh.shape[1] > 1:
+        raise ValueError(
+            f"{SECTION}: mesh_param / sequence_parallel_size is not supported: DeepSpeed does not "
+            f"reduce gradients over its sequence ranks. Use an mpu with sequence-parallel groups"
+        )
+    if config.monitor.image_interval:
+        if not getattr(engine.monitor.monitor_config.tensorboard, "enabled", False):
+            raise ValueError(
+                f"{SECTION}.monitor.image_interval: got {config.monitor.image_interval}, but "
+                f"pictures go to TensorBoard only; add "
+                f'"tensorboard": {{"enabled": true, ...}} or set it to 0'
+            )
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"{SECTION}.monitor.image_interval: pictures need matplotlib; pip install "
+                f"'ds_moe_lb[report]' or set it to 0"
+            ) from error
+
+
+def find_moe_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
+    """Native MoE layers by name, in the model's order."""
+    found: dict[str, MOELayer] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, MOELayer):
+            continue
+        if type(module.gate) is not TopKGate:
+            raise ValueError(
+                f"{SECTION}: the gate of MoE layer {name!r} is a "
+                f"{type(module.gate).__qualname__}; only deepspeed.moe.sharded_moe.TopKGate itself "
+                f"can be balanced"
+            )
+        found[name] = module
+    if not found:
+        gates = [
+            name for name, module in model.named_modules() if "gate" in name.rsplit(".", 1)[-1]
+        ]
+        seen = f"; modules that look like gates: {', '.join(gates[:8])}" if gates else ""
+        raise ValueError(
+            f"{SECTION}: the model ({type(model).__name__}) has no deepspeed.moe.layer.MoE layers, "
+            f"so there is nothing to balance; remove the section or use MoE layers{seen}"
+        )
+    return found
