@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -237,7 +238,7 @@ def _run_in_group(
 
     # Else the first run on CPU compiles DeepSpeed's shared-memory op for 40 s, under a lock that a
     # killed rank leaves behind for ever.
-    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # 0.19.0 indexes, later ones use .get
     torch.set_num_threads(1)
     random.seed(BASE_SEED + rank)
     numpy.random.seed(BASE_SEED + rank)
