@@ -5,6 +5,7 @@ Shape legend: D domains, L layers, E experts.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,21 @@ from torch import Tensor
 from ds_moe_lb.metrics import mutual_information
 from ds_moe_lb.training.run_folder import Run
 
-# Okabe-Ito, distinguishable with colour-blind eyes; orange and blue first.
-_COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-_LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "faint": "#d9dde2"}
-_DARK = {"paper": "#161b22", "ink": "#e6edf3", "faint": "#3b434d"}
+# Okabe-Ito, distinguishable with colour-blind eyes; its blue is too dark for dark paper.
+_RUNS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+_RUNS_ON_DARK = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#F0E442")
+_LIGHT: dict[str, Any] = {
+    "paper": "#ffffff",
+    "ink": "#1f2328",
+    "faint": "#d9dde2",
+    "runs": _RUNS,
+}
+_DARK: dict[str, Any] = {
+    "paper": "#161b22",
+    "ink": "#e6edf3",
+    "faint": "#3b434d",
+    "runs": _RUNS_ON_DARK,
+}
 _SMOOTHED_SHARE = 0.04  # width of the moving average, as a share of the run
 
 
@@ -50,7 +62,7 @@ def save_figures(figures: dict[str, Figure], folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _style(palette: dict[str, str]) -> Iterator[None]:
+def _style(palette: dict[str, Any]) -> Iterator[None]:
     settings: Any = {
         "figure.facecolor": palette["paper"],
         "savefig.facecolor": palette["paper"],
@@ -78,7 +90,7 @@ def _style(palette: dict[str, str]) -> Iterator[None]:
         yield
 
 
-def _training_curves(runs: list[Run], palette: dict[str, str]) -> Figure:
+def _training_curves(runs: list[Run], palette: dict[str, Any]) -> Figure:
     """Losses above, balance below; every panel shares the optimizer steps."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
@@ -108,7 +120,7 @@ def _training_curves(runs: list[Run], palette: dict[str, str]) -> Figure:
     ]
     for panel, title, key, records_of, smooth in panels:
         panel.set_title(title)
-        for run, colour in zip(runs, _cycle(len(runs)), strict=True):
+        for run, colour in zip(runs, cycle(palette["runs"]), strict=False):
             records = [record for record in records_of(run) if key in record]
             steps = [record["step"] for record in records]
             values = np.array([record[key] for record in records], dtype=float)
@@ -128,12 +140,7 @@ def _training_curves(runs: list[Run], palette: dict[str, str]) -> Figure:
     for panel, even in ((axes[1, 0], 1.0), (axes[1, 1], 0.0)):
         panel.axhline(even, color=palette["ink"], linewidth=0.9, linestyle=":")
         panel.annotate(
-            "even load",
-            (1.0, even),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            size=8,
+            "even load", (0.02, even), xycoords=("axes fraction", "data"), va="bottom", size=8
         )
         panel.set_xlabel("optimizer step")
         _clip_first_steps(panel, floor=even)
@@ -185,7 +192,7 @@ def _heatmaps(runs: list[Run]) -> Figure:
     return figure
 
 
-def _expert_load(runs: list[Run], palette: dict[str, str]) -> Figure:
+def _expert_load(runs: list[Run], palette: dict[str, Any]) -> Figure:
     """Load of each expert on all held-out text relative to the mean, most used first."""
     shares = [_relative_load(run) for run in runs]
     num_layers = max(len(load_LE) for load_LE in shares)
@@ -199,7 +206,11 @@ def _expert_load(runs: list[Run], palette: dict[str, str]) -> Figure:
                 load_E = np.sort(load_LE[layer])[::-1]
                 left = np.arange(1, len(load_E) + 1) + (index - (len(runs) - 1) / 2) * width
                 panel.bar(
-                    left, load_E, width=width, color=_cycle(len(runs))[index], label=run.label
+                    left,
+                    load_E,
+                    width=width,
+                    color=palette["runs"][index % len(_RUNS)],
+                    label=run.label,
                 )
         panel.axhline(1.0, color=palette["ink"], linewidth=0.9, linestyle=":")
         panel.grid(False, axis="x")
@@ -246,7 +257,3 @@ def _clip_first_steps(panel: Axes, *, floor: float) -> None:
     if later:
         top = max(values.max() for values in later)
         panel.set_ylim(floor - 0.05 * (top - floor), top + 0.08 * (top - floor))
-
-
-def _cycle(count: int) -> list[str]:
-    return [_COLOURS[index % len(_COLOURS)] for index in range(count)]

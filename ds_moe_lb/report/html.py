@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from html import escape
 
 from matplotlib.figure import Figure
@@ -47,8 +48,14 @@ th:first-child, td:first-child { text-align: left; white-space: normal; min-widt
 tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 600; }
 .better { color: var(--better); font-weight: 600; }
 .worse { color: var(--worse); font-weight: 600; }
-img { display: block; width: 100%; height: auto; } code { overflow-wrap: anywhere; }
-.facts td { white-space: normal; overflow-wrap: anywhere; }
+img { display: block; width: 100%; min-width: 640px; height: auto; }
+picture + p, .scroll + p { margin-top: 12px; margin-bottom: 0; }
+.facts td { white-space: normal; text-align: left; vertical-align: top; min-width: 15em; }
+.facts td:first-child { min-width: 8em; color: var(--soft); }
+@media (max-width: 600px) {
+  section { padding: 14px 12px; } table { font-size: .8rem; } th, td { padding: 5px 4px; }
+  th:first-child, td:first-child { min-width: 7em; } .facts td { min-width: 12em; }
+}
 """
 
 
@@ -112,8 +119,9 @@ def _table(rows: list[Row], labels: list[str]) -> str:
 
 def _picture(light: Figure, dark: Figure, *, alt: str) -> str:
     return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{_data_url(dark)}">'
-        f'<img alt="{escape(alt)}" src="{_data_url(light)}"></picture>'
+        f'<div class="scroll"><picture><source media="(prefers-color-scheme: dark)" '
+        f'srcset="{_data_url(dark)}"><img alt="{escape(alt)}" src="{_data_url(light)}">'
+        f"</picture></div>"
     )
 
 
@@ -148,7 +156,7 @@ def _facts(runs: list[Run]) -> str:
         line("one global batch", [batch(run) for run in runs]),
         line(
             "moe_load_balancing",
-            [str(run.info["ds_config"].get("moe_load_balancing")) for run in runs],
+            [json.dumps(run.info["ds_config"].get("moe_load_balancing")) for run in runs],
         ),
         line("expert-parallel size", [str(run.info["model"]["ep_size"]) for run in runs]),
         line("seed", [str(run.info["options"]["seed"]) for run in runs]),

@@ -16,10 +16,12 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+import ds_moe_lb
+
 RUN_FILE = "run.json"
 HISTORY_FILE = "history.jsonl"
 VALIDATION_FILE = "validation.jsonl"
-_PACKAGES = ("ds_moe_lb", "deepspeed", "torch", "numpy")
+_PACKAGES = ("deepspeed", "torch", "numpy")
 
 
 class RunFolder:
@@ -109,7 +111,7 @@ def read_run(path: Path) -> Run:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide the numbers."""
-    found = {"python": python_version()}
+    found = {"python": python_version(), "ds_moe_lb": ds_moe_lb.__version__}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
