@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+from collections import defaultdict
 
 import deepspeed
 import deepspeed.comm as dist
@@ -20,7 +21,7 @@ def join() -> None:
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed would compile a shared-memory op under a lock that a killed rank leaves behind
         # for ever. It serves inference only; this private table is where DeepSpeed looks it up.
-        deepspeed.ops.__compatible_ops__ = {}
+        deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # 0.19.0 indexes, later ones use .get
     deepspeed.init_distributed(verbose=False)
 
 
