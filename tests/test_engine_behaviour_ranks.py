@@ -73,7 +73,7 @@ def test_one_layer_checkpointed_and_the_other_not(modes):
         for estimate in ESTIMATES
     ]
     runs = [(cell, section_of(cell), {"checkpointing": modes}) for cell in cells]
-    results = run_ranks(_check_cells, 2, runs)
+    results = run_ranks(_check_cells, 2, runs, timeout_s=180)
     for index, cell in enumerate(cells):
         assert disagreements(cell, _per_rank(results, index)) == [], cell
 
@@ -95,7 +95,7 @@ def test_token_mask_does_what_used_token_does(top_k):
         for estimate in ESTIMATES
     ]
     runs = [(cell, section_of(cell), {"mask_by": "token_mask"}) for cell in cells]
-    results = run_ranks(_check_cells, 2, runs)
+    results = run_ranks(_check_cells, 2, runs, timeout_s=180)
     for index, cell in enumerate(cells):
         assert disagreements(cell, _per_rank(results, index)) == [], cell
 
@@ -125,7 +125,7 @@ def test_smaller_sync_groups_weigh_equally(sync_group, groups):
         for tokens, zero_stage in (("uneven", 0), ("masked", 2))
     ]
     runs = [(cell, section_of(cell) | {"sync_group": sync_group}, {}) for cell in cells]
-    results = run_ranks(_check_cells, 4, runs, timeout_s=90)
+    results = run_ranks(_check_cells, 4, runs, timeout_s=180)
     for index, cell in enumerate(cells):
         assert disagreements(cell, _per_rank(results, index), groups=groups) == [], cell
 
@@ -196,7 +196,7 @@ def test_two_forwards_before_their_backwards():
         for estimate in ESTIMATES
         for mode in ("off", "reentrant", "non_reentrant")
     ]
-    results = run_ranks(_check_two_forwards, 2, cells, timeout_s=90)
+    results = run_ranks(_check_two_forwards, 2, cells, timeout_s=180)
     for index, cell in enumerate(cells):
         assert disagreements(cell, _per_rank(results, index)) == [], cell
 
@@ -207,7 +207,9 @@ def test_counts_sum_to_k_times_the_valid_tokens():
         for tokens in ("even", "uneven", "masked")
         for top_k in (1, 2, 4)
     ]
-    results = run_ranks(_check_cells, 2, [(cell, section_of(cell), {}) for cell in cells])
+    results = run_ranks(
+        _check_cells, 2, [(cell, section_of(cell), {}) for cell in cells], timeout_s=180
+    )
     for rank_results in results:
         for cell, records in zip(cells, rank_results, strict=True):
             for record in records:
@@ -266,7 +268,7 @@ def test_injection_equals_an_explicit_loss(estimate):
         runs.append((cell, {"estimate": estimate}, COEFF))
         runs.append((cell, {"estimate": estimate, "aux_loss_coeff": COEFF}, 0.0))
         runs.append((cell, {"estimate": estimate, "aux_loss_coeff": 0.0}, 0.0))
-    for rank_results in run_ranks(_check_real_loss, 2, runs, timeout_s=90):
+    for rank_results in run_ranks(_check_real_loss, 2, runs, timeout_s=180):
         for index, cell in enumerate(cells):
             explicit, injected, without = rank_results[3 * index : 3 * index + 3]
             moved = 0.0
@@ -291,7 +293,7 @@ def test_coefficient_zero_is_bit_equal_to_no_balancing(tokens):
         runs += [(cell, {"estimate": e, "aux_loss_coeff": 0.0}, 0.0) for e in ESTIMATES]
         # A script that multiplies the l_aux of 0 by something adds nothing either.
         runs.append((cell, {"aux_loss_coeff": 0.0}, 3.0))
-    for rank_results in run_ranks(_check_real_loss, 2, runs, timeout_s=90):
+    for rank_results in run_ranks(_check_real_loss, 2, runs, timeout_s=180):
         for index, cell in enumerate(cells):
             plain, *others = rank_results[4 * index : 4 * index + 4]
             for other in others:
@@ -386,7 +388,7 @@ def test_training_is_bit_identical_to_plain_deepspeed(section, remove_at, bit_ce
     cells = bit_cells
     runs: list = [(cell, arguments, None, None) for cell, arguments in cells]
     runs += [(cell, arguments, section, remove_at) for cell, arguments in cells]
-    for rank_results in run_ranks(_check_training, 2, runs, timeout_s=120):
+    for rank_results in run_ranks(_check_training, 2, runs, timeout_s=180):
         for index, (cell, arguments) in enumerate(cells):
             plain, ours = rank_results[index], rank_results[index + len(cells)]
             case = f"{cell} {arguments}"
@@ -440,7 +442,7 @@ def test_evaluation_inside_a_window_changes_nothing(how):
         for mode, stage in (("off", 0), ("reentrant", 1), ("non_reentrant", 2))
     ]
     runs = [(cell, None) for cell in cells] + [(cell, how) for cell in cells]
-    for rank_results in run_ranks(_check_evaluation, 2, runs, timeout_s=90):
+    for rank_results in run_ranks(_check_evaluation, 2, runs, timeout_s=180):
         for index, cell in enumerate(cells):
             undisturbed, disturbed = rank_results[index], rank_results[index + len(cells)]
             for a, b in zip(undisturbed, disturbed, strict=True):

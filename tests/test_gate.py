@@ -243,7 +243,7 @@ def _expected_loss(
 @pytest.mark.ranks
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_an_installed_gate_differs_in_l_aux_only(k):
-    run_ranks(_check_installed, 1, [case for case in GATES if case[0] == k])
+    run_ranks(_check_installed, 1, [case for case in GATES if case[0] == k], timeout_s=180)
 
 
 def _check_balancing(k: int, capacity_factor: float, mask: list[int] | None) -> list[dict]:
