@@ -16,6 +16,7 @@ from ds_moe_lb.cli import EXIT_INTERRUPTED, arguments
 from ds_moe_lb.cli.arguments import UsageError, usage_errors
 from ds_moe_lb.cli.report import require_report_packages, write_report
 from ds_moe_lb.cli.train import load_ds_config
+from ds_moe_lb.training.free_port import free_port
 
 SCOPES = ("micro_batch", "global_batch")
 _SECTION = "moe_load_balancing"
@@ -67,9 +68,7 @@ def scope_configs(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _command(
     options: argparse.Namespace, config: Path, *, run_folder: Path, label: str
 ) -> list[str]:
-    from ds_moe_lb.training.process_group import free_port
-
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning"]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
     launcher += ["--num_accelerators", str(options.num_ranks), "--master_port", str(free_port())]
     train = ["train", "--config", str(config), "--output", str(run_folder), "--label", label]
     if options.data is not None:
@@ -84,9 +83,10 @@ def _launch(command: list[str]) -> int:
     The launcher gets a session of its own: it would kill its ranks at the terminal's Ctrl-C, while
     here only the ranks are told, once.
     """
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    # Ranks share this machine's cores; torch's deprecations are addressed to DeepSpeed.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning", **os.environ}
     if not _enough_gpus(int(command[command.index("--num_accelerators") + 1])):
-        environment["DS_ACCELERATOR"] = "cpu"
+        environment.setdefault("DS_ACCELERATOR", "cpu")
     launcher = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def forward(number: int, frame: object) -> None:

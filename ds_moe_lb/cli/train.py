@@ -25,18 +25,16 @@ def run(options: argparse.Namespace) -> int:
     process_group.join()
     rank, world_size = process_group.rank_and_world_size()
     if rank != 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  DeepSpeed prints on every rank
+        sys.stdout = open(os.devnull, "w")  # DeepSpeed prints on every rank
     with usage_errors():
         info = _resumed_info(options, world_size) if options.resume else _new_info(options)
         path = Path(info["output"])
         task = _task(info, world_size=world_size)
         if options.resume is None:
             _refuse_used_folder(path)
-        process_group.barrier()  # every rank has looked before rank 0 writes
         folder = RunFolder(path, writes=rank == 0)
+        trainer = Trainer(task, folder)  # collective, so every rank has looked before rank 0 writes
         folder.write_info({**info, **_facts(task, world_size)})
-        process_group.barrier()
-        trainer = Trainer(task, folder)
         if options.resume:
             trainer.resume()
     progress = make_progress(

@@ -2,13 +2,14 @@
 
 import math
 import os
-import socket
 from collections import defaultdict
 
 import deepspeed
 import deepspeed.comm as dist
 import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
+
+from ds_moe_lb.training.free_port import free_port
 
 _LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -23,13 +24,6 @@ def join() -> None:
         # for ever. It serves inference only; this private table is where DeepSpeed looks it up.
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # 0.19.0 indexes, later ones use .get
     deepspeed.init_distributed(verbose=False)
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def expert_parallel_size(requested: int, *, num_experts: int) -> int:

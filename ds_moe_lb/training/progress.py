@@ -32,10 +32,10 @@ def make_progress(*, label: str, first_step: int, steps: int, shown: bool) -> Pr
 
 def describe(record: Mapping[str, Any]) -> str:
     """Loss, speed and balance of one step in one line."""
-    text = f"loss {record['lm_loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+    text = f"loss {record['lm_loss']:.3f} {record['tokens_per_second']:,.0f} tok/s"
     for key, name in (("lbl_global_batch", "LBL"), ("max_violation_global_batch", "MaxVio")):
         if key in record:
-            text += f"  {name} {record[key]:.2f}"
+            text += f" {name} {record[key]:.2f}"
     return text
 
 
@@ -77,13 +77,18 @@ class Bar:
     def __init__(self, *, label: str, first_step: int, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
+
+        def whole() -> Column:
+            return Column(no_wrap=True)
 
         self._bar = RichProgress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("[bold]{task.description}", table_column=whole()),
+            MofNCompleteColumn(table_column=whole()),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
+            TimeRemainingColumn(compact=True, table_column=whole()),
+            TextColumn("{task.fields[numbers]}", table_column=whole()),
+            expand=True,
         )
         self._task = self._bar.add_task(label, total=steps, completed=first_step, numbers="")
         self._bar.start()

@@ -44,7 +44,7 @@ class Trainer:
     """Trains one model on one corpus. Collective: all ranks construct and run it together."""
 
     def __init__(self, task: Task, folder: RunFolder) -> None:
-        """Build model and engine; `folder.path` must exist on rank 0."""
+        """Build model and engine; nothing is written but DeepSpeed's own logs."""
         check_sequence_length(task.corpus, task.model.sequence_length)
         self.task = task
         self.folder = folder
