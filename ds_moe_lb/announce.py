@@ -12,12 +12,13 @@ from ds_moe_lb.config import SECTION
 
 def announce(engine: Any, balancer: LoadBalancer) -> None:
     """Say on rank 0 what was installed; warn where it cannot change anything."""
-    config, layout, reducer = balancer.config, balancer.layout, balancer.balance.reducer
+    config, reducer = balancer.config, balancer.balance.reducer
     gas = engine.gradient_accumulation_steps()
-    num_ranks = min(group.num_ranks for group in reducer.groups)
-    kinds = sorted({(layer.num_experts, layer.top_k) for layer in layout.layers})
+    layers = balancer.place.layout.layers
+    num_ranks = min((group.num_ranks for group in reducer.groups), default=1)
+    kinds = sorted({(layer.num_experts, layer.top_k) for layer in layers})
     shapes = ", ".join(f"E={num_experts} k={top_k}" for num_experts, top_k in kinds)
-    line = f"{SECTION}: {len(layout.layers)} MoE layers ({shapes}), scope {config.scope}"
+    line = f"{SECTION}: {len(layers)} MoE layers ({shapes}), scope {config.scope}"
     if config.scope == "global_batch":
         sequences = num_ranks * gas * engine.train_micro_batch_size_per_gpu()
         line += (

@@ -15,7 +15,7 @@ from ds_moe_lb.counts import CountLayout, MicroStep
 from ds_moe_lb.estimates import BalanceCounts, Reduction
 from ds_moe_lb.monitor import BalanceMonitor
 from ds_moe_lb.router import Router
-from ds_moe_lb.sync import CountGroup, CountReducer
+from ds_moe_lb.sync import CountGroup, CountReducer, ModelPlace
 
 
 class LoadBalancer:
@@ -41,6 +41,7 @@ class LoadBalancer:
         *,
         layout: CountLayout,
         reducer: CountReducer,
+        place: ModelPlace,
         report_group: CountGroup,
     ) -> None:
         self.engine = engine
@@ -50,11 +51,21 @@ class LoadBalancer:
         self.current_token_mask: Tensor | None = None
         self.gradient_scale: Tensor | float = 0.0
         self.layout = layout
+        self.place = place
         self.balance = BalanceCounts(
-            layout, reducer, estimate=config.estimate, reduction=_reduction(config)
+            layout,
+            reducer,
+            place=place,
+            estimate=config.estimate,
+            sync_group=config.sync_group,
+            reduction=_reduction(config),
         )
         self.monitor = BalanceMonitor(
-            layout, config.monitor, count_group=report_group, used=_used_loss(config)
+            layout,
+            config.monitor,
+            place=place,
+            count_group=report_group,
+            used=_used_loss(config),
         )
         self._routers: Sequence[Router] = ()
         self._uninstall: Callable[[], None] = _nothing

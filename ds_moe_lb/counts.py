@@ -57,18 +57,18 @@ class CountLayout:
             flat += layer.num_experts
             message += layer.num_experts + HEADER
         self.num_counts, self.message_size = flat, message
-        sizes = torch.tensor([layer.num_experts for layer in self.layers])
+        sizes = torch.tensor([layer.num_experts for layer in self.layers], dtype=torch.int64)
         self.layer_of_expert_F = torch.repeat_interleave(torch.arange(len(self.layers)), sizes).to(
             device
         )
         self.num_experts_L = sizes.to(device)
         self.top_k_L = torch.tensor([layer.top_k for layer in self.layers], device=device)
-        in_message = torch.cat(
-            [torch.arange(s.start, s.stop - HEADER) for s in self.message_slices]
-        )
-        self._counts_in_message = in_message.to(device)
-        headers = [torch.arange(s.stop - HEADER, s.stop) for s in self.message_slices]
-        self._headers_in_message = torch.stack(headers).to(device)
+        # A pipeline stage may have no MoE layer: nothing here may need at least one.
+        in_message = [i for s in self.message_slices for i in range(s.start, s.stop - HEADER)]
+        self._counts_in_message = torch.tensor(in_message, dtype=torch.int64, device=device)
+        headers = [list(range(s.stop - HEADER, s.stop)) for s in self.message_slices]
+        in_headers = torch.tensor(headers, dtype=torch.int64).reshape(-1, HEADER)
+        self._headers_in_message = in_headers.to(device)
         self._layer_index_L = torch.arange(len(self.layers), device=device)
 
     def zeros(self, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -102,8 +102,9 @@ class CountLayout:
         message = torch.empty(self.message_size, dtype=torch.int64, device=self.device)
         message[self._counts_in_message] = counts_F
         # As a rule the layers were called equally often and stand in a row: no copy from the host.
-        if list(positions) == list(range(positions[0], positions[0] + len(positions))):
-            x_L = self._layer_index_L + positions[0]
+        start = positions[0] if positions else 0
+        if list(positions) == list(range(start, start + len(positions))):
+            x_L = self._layer_index_L + start
         else:
             x_L = torch.tensor(positions, device=self.device)
         message[self._headers_in_message] = torch.stack([x_L, x_L * x_L, x_L * rank], dim=1)
@@ -231,7 +232,7 @@ class Window:
         self.global_F += global_counts_F
         tokens_L = self.layout.num_tokens(global_counts_F)
         weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L)
-        if max(micro_step.calls) > 1:
+        if any(calls > 1 for calls in micro_step.calls):
             weight_L = weight_L * torch.tensor(micro_step.calls).clamp(min=1).to(weight_L.device)
         return self.layout.slopes(self.global_F, weight_L)
 

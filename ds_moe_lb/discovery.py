@@ -5,16 +5,18 @@ from typing import Any
 import torch
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_moe_lb.config import SECTION, LoadBalancingConfig
 
 
 def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
-    if isinstance(engine, PipelineEngine):
-        raise ValueError(
-            f"{SECTION}: PipelineEngine is not supported in this version of ds_moe_lb; remove the "
-            f"section or train without pipeline parallelism"
-        )
+    if isinstance(engine, PipelineEngine) and config.aux_loss_coeff is None:
+        if config.scope != "none":
+            raise ValueError(
+                f"{SECTION}.aux_loss_coeff: got None, but PipelineEngine hands no l_aux to a loss; "
+                f"set it to a number, and the plugin adds the gradient on every stage"
+            )
     mesh = getattr(engine, "mesh_device", None)
     if mesh is not None and mesh.mesh.dim() > 1 and mesh.mesh.shape[1] > 1:
         raise ValueError(
@@ -38,7 +40,7 @@ def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
 
 
 def find_moe_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
-    """Native MoE layers by name, in the model's order."""
+    """Native MoE layers by name, in the model's order; a pipeline stage may have none."""
     found: dict[str, MOELayer] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MOELayer):
@@ -50,7 +52,7 @@ def find_moe_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
                 f"can be balanced"
             )
         found[name] = module
-    if not found:
+    if not found and not isinstance(model, PipelineModule):
         gates = [
             name for name, module in model.named_modules() if "gate" in name.rsplit(".", 1)[-1]
         ]

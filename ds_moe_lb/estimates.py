@@ -16,7 +16,13 @@ from torch import Tensor
 
 from ds_moe_lb import loss
 from ds_moe_lb.counts import CompleteWindow, CountLayout, MicroStep, Window, position
-from ds_moe_lb.sync import CountReducer, PendingCounts, PositionCheck, check_positions
+from ds_moe_lb.sync import (
+    CountReducer,
+    ModelPlace,
+    PendingCounts,
+    PositionCheck,
+    check_positions,
+)
 
 # When f is reduced: for each layer at its gate, for all layers when the forward has ended, or
 # never.
@@ -94,20 +100,31 @@ class BalanceCounts:
     Args:
         layout: the flat layout of this rank's MoE layers.
         reducer: the collectives.
+        place: where they stand among the layers of all pipeline stages, which a checkpoint holds.
         estimate: `running` or `boundary`.
+        sync_group: which ranks the reducer sums over.
         reduction: when this window's own counts are reduced; "none" keeps every count local, and
             the slopes are those of the micro-batch loss.
     """
 
     def __init__(
-        self, layout: CountLayout, reducer: CountReducer, *, estimate: str, reduction: Reduction
+        self,
+        layout: CountLayout,
+        reducer: CountReducer,
+        *,
+        place: ModelPlace,
+        estimate: str,
+        sync_group: str,
+        reduction: Reduction,
     ) -> None:
         self.layout = layout
+        self._place = place
         self.reducer = reducer
         self.reduction = reduction
         self._keeps_previous = estimate == "boundary" and reduction != "none"
+        self._saves_state = sync_group == "data_parallel"
         num_ranks = [group.num_ranks for group in reducer.groups]
-        self._num_ranks_L = torch.tensor(num_ranks, device=layout.device)
+        self._num_ranks_L = torch.tensor(num_ranks, dtype=torch.int64, device=layout.device)
         self._checks: list[PositionCheck] = []
         self.previous: PreviousWindow | None = None
         self.start_window(gas=1)
@@ -231,22 +248,22 @@ class BalanceCounts:
     # checkpoints
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint needs: the previous window, on the CPU; None where there is none.
+        """What a checkpoint needs: the previous window of all stages, on the CPU, or None.
 
-        Counts of a smaller group than data parallel differ from rank to rank, while DeepSpeed
-        saves one client state: they are not saved, and training resumes with `running` for one
-        window.
+        Counts of a smaller group than data parallel differ from rank to rank, while DeepSpeed saves
+        one client state: they are not saved, and training resumes with `running` for one window.
+        Collective over the pipeline.
         """
-        if self.previous is None or len({group.ranks for group in self.reducer.groups}) > 1:
+        if self.previous is None or not self._saves_state:
             return None
-        window = self.previous.wait()
+        window, place = self.previous.wait(), self._place
+        calls_L = torch.tensor(window.calls_per_micro_step, dtype=torch.float64)
+        calls_L = place.gather(place.embed_layers(calls_L.to(self.layout.device)))
         return {
             "version": _STATE_VERSION,
-            "layers": [
-                (layer.name, layer.num_experts, layer.top_k) for layer in self.layout.layers
-            ],
-            "previous_counts": window.counts_F.cpu(),
-            "calls_per_micro_step": list(window.calls_per_micro_step),
+            "layers": _signature(place.layout),
+            "previous_counts": place.gather(place.embed_counts(window.counts_F)).cpu(),
+            "calls_per_micro_step": calls_L.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> bool:
@@ -257,16 +274,15 @@ class BalanceCounts:
         """
         self.previous = None
         self._checks.clear()
-        if state is None or not self._keeps_previous:
+        if state is None or not self._keeps_previous or not self._saves_state:
             return True
-        layers = [(layer.name, layer.num_experts, layer.top_k) for layer in self.layout.layers]
-        if (
-            state["version"] != _STATE_VERSION
-            or [tuple(entry) for entry in state["layers"]] != layers
-        ):
+        if state["version"] != _STATE_VERSION or state["layers"] != _signature(self._place.layout):
             return False
-        counts_F = state["previous_counts"].to(self.layout.device)
-        self.previous = PreviousWindow(
-            CompleteWindow(counts_F, list(state["calls_per_micro_step"]))
-        )
+        counts_F = state["previous_counts"][self._place.counts].to(self.layout.device)
+        calls = state["calls_per_micro_step"][self._place.layers]
+        self.previous = PreviousWindow(CompleteWindow(counts_F, calls))
         return True
+
+
+def _signature(layout: CountLayout) -> list[tuple[str, int, int]]:
+    return [(layer.name, layer.num_experts, layer.top_k) for layer in layout.layers]

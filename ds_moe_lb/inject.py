@@ -20,7 +20,7 @@ class _Inject(torch.autograd.Function):
         ctx: Any,
         scores: Tensor,
         probs_TE: Tensor,
-        gradient_E: Callable[[], Tensor],
+        gradient_E: Callable[[], Tensor | None],
         valid_mask_T: Tensor | None,
     ) -> Tensor:
         ctx.gradient_E = gradient_E
@@ -31,7 +31,10 @@ class _Inject(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        grad_TE = ctx.gradient_E().to(ctx.dtype).expand(ctx.shape)
+        gradient_E = ctx.gradient_E()
+        if gradient_E is None:
+            return grad_outputs[0], None, None, None
+        grad_TE = gradient_E.to(ctx.dtype).expand(ctx.shape)
         if ctx.valid_mask_T is not None:
             grad_TE = torch.where(ctx.valid_mask_T.unsqueeze(1), grad_TE, 0.0)
         return grad_outputs[0], grad_TE, None, None
@@ -41,7 +44,7 @@ def inject(
     scores: Tensor,
     probs_TE: Tensor,
     *,
-    gradient_E: Callable[[], Tensor],
+    gradient_E: Callable[[], Tensor | None],
     valid_mask_T: Tensor | None,
 ) -> Tensor:
     """Return the scores unchanged; in backward add a gradient to the probabilities.
@@ -49,8 +52,9 @@ def inject(
     Args:
         scores: what routing goes on with, of any shape; must be on the way to the model's loss.
         probs_TE: ``(T, E)`` local router probabilities, with the graph that made them.
-        gradient_E: called once per backward pass for the ``(E,)`` gradient of each valid row of
-            ``probs_TE``, at the absolute scale of the parameter gradients, loss scale included.
+        gradient_E: called in each backward pass for the ``(E,)`` gradient of each valid row of
+            ``probs_TE``, at the absolute scale of the parameter gradients, loss scale included;
+            None = nothing (more) to add.
         valid_mask_T: ``(T,)`` bool, True = the token counts; None = all do.
     """
     return _Inject.apply(scores, probs_TE, gradient_E, valid_mask_T)

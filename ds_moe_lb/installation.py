@@ -7,6 +7,7 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
 from ds_moe_lb import _compat, gate
@@ -20,9 +21,12 @@ from ds_moe_lb.sync import (
     CountGroup,
     CountReducer,
     GroupFactory,
+    ModelPlace,
     compare_signatures,
     data_parallel_ranks,
     expert_group_ranks,
+    pipeline_ranks,
+    place_among_stages,
 )
 
 
@@ -118,8 +122,22 @@ def _build(
         for moe in moe_layers.values()
     ]
     layout = CountLayout(layers, torch.device(engine.device))
-    reducer = CountReducer(layout, groups)
-    return LoadBalancer(engine, config, layout=layout, reducer=reducer, report_group=everyone)
+    place = ModelPlace(layout, slice(0, layout.num_counts), slice(0, len(layers)))
+    if isinstance(engine, PipelineEngine):
+        place = place_among_stages(layout, pipe_group=factory.create(pipeline_ranks(engine)))
+        if not place.layout.layers:
+            raise ValueError(
+                f"{SECTION}: no stage of the pipeline has deepspeed.moe.layer.MoE layers, so there "
+                f"is nothing to balance; remove the section or use MoE layers"
+            )
+    return LoadBalancer(
+        engine,
+        config,
+        layout=layout,
+        reducer=CountReducer(layout, groups),
+        place=place,
+        report_group=everyone,
+    )
 
 
 class _Installation:
@@ -158,7 +176,10 @@ class _Installation:
 
         self._handles.append(root.register_forward_pre_hook(before_forward))
         self._handles.append(root.register_forward_hook(after_forward))
-        self._wrap("step", self._step)
+        # All ranks come back from these together. A pipeline's own `step` is not for callers, and
+        # its next forward would be too late: there a stage waits for the one before it.
+        is_pipeline = isinstance(self._engine, PipelineEngine)
+        self._wrap("train_batch" if is_pipeline else "step", self._step)
         self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("load_checkpoint", self._load_checkpoint)
         balancer.wire(routers, forget_calls=self._forget_calls, uninstall=self.revert)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_moe_lb import loss, metrics
 from ds_moe_lb.config import MonitorConfig
 from ds_moe_lb.counts import CountLayout, MicroStep, Window
-from ds_moe_lb.sync import CountGroup, sum_report
+from ds_moe_lb.sync import CountGroup, ModelPlace, sum_over
 
 TAG = "Train/Samples/moe"
 # More keys than this drown a dashboard: 48 layers x 128 experts would be 6,144.
@@ -28,6 +28,7 @@ class BalanceMonitor:
 
     Args:
         layout: the flat layout of this rank's MoE layers.
+        place: where they stand among the layers of all pipeline stages, which are reported.
         config: `moe_load_balancing.monitor`.
         count_group: all data-parallel ranks.
         used: what `lbl_used` is: "own" where the balancing terms are summed as they are made,
@@ -39,10 +40,12 @@ class BalanceMonitor:
         layout: CountLayout,
         config: MonitorConfig,
         *,
+        place: ModelPlace,
         count_group: CountGroup,
         used: str | None,
     ) -> None:
         self._layout = layout
+        self._place = place
         self._config = config
         self._count_group = count_group
         self._used = used
@@ -68,16 +71,21 @@ class BalanceMonitor:
             self._sums.add(micro_step, micro_step.prob_sum_F)
 
     def close_window(self, window: Window, *, engine: Any) -> None:
-        """Reduce and write the report, if one is due. Collective over the data-parallel ranks."""
+        """Reduce and write the report, if one is due. Collective over all ranks with its window."""
         if self._sums is None:
             return
-        vector = torch.cat([window.local_F.double(), *self._sums.parts()])
-        sizes = [self._layout.num_counts] * 2 + [len(self._layout.layers)] * 4
+        place = self._place
+        flat = [
+            place.embed_counts(part) for part in (window.local_F.double(), self._sums.prob_sum_F)
+        ]
+        vector = torch.cat([*flat, *map(place.embed_layers, self._sums.per_layer())])
+        sum_over(vector, count_group=self._count_group)
+        sizes = [place.layout.num_counts] * 2 + [len(place.layout.layers)] * 4
         counts_F, prob_sum_F, used_L, lbl_L, violation_L, number_L = (
-            sum_report(vector, count_group=self._count_group).cpu().split(sizes)
+            place.gather(vector).cpu().split(sizes)
         )
         load_F = counts_F.round().to(torch.int64)
-        per_layer = _global_batch_metrics(self._layout, load_F, prob_sum_F)
+        per_layer = _global_batch_metrics(place.layout, load_F, prob_sum_F)
         number_L = number_L.clamp(min=1)
         per_layer["lbl_micro_batch"] = lbl_L / number_L
         per_layer["max_violation_micro_batch"] = violation_L / number_L
@@ -123,7 +131,7 @@ class BalanceMonitor:
                 float(loads[at]),
                 samples,
             )
-            for layer, where in enumerate(self._layout.count_slices)
+            for layer, where in enumerate(self._place.layout.count_slices)
             for at in range(where.start, min(where.stop, len(loads)))
         ]
 
@@ -135,7 +143,7 @@ class BalanceMonitor:
         from ds_moe_lb.report.load_image import load_heat_map
 
         assert self.last_load_F is not None
-        loads = [self.last_load_F[where] for where in self._layout.count_slices]
+        loads = [self.last_load_F[where] for where in self._place.layout.count_slices]
         writer.add_figure(f"{TAG}/expert_load", load_heat_map(loads), samples)
         writer.flush()
 
@@ -146,7 +154,7 @@ class _ReportSums:
     def __init__(self, layout: CountLayout) -> None:
         num_layers = len(layout.layers)
         self._layout = layout
-        self._prob_sum_F = layout.zeros(torch.float64)
+        self.prob_sum_F = layout.zeros(torch.float64)
         self.used_L = torch.zeros(num_layers, dtype=torch.float64, device=layout.device)
         self._lbl_L = torch.zeros_like(self.used_L)
         self._violation_L = torch.zeros_like(self.used_L)
@@ -154,7 +162,7 @@ class _ReportSums:
 
     def add(self, micro_step: MicroStep, prob_sum_F: Tensor) -> None:
         layout, counts_F = self._layout, micro_step.counts_F
-        self._prob_sum_F += prob_sum_F
+        self.prob_sum_F += prob_sum_F
         self._lbl_L += _lbl(layout, counts_F, prob_sum_F.double())
         selections_L = layout.per_layer_sum(counts_F).double()
         mean_L = selections_L / layout.num_experts_L
@@ -163,9 +171,9 @@ class _ReportSums:
         self._violation_L += torch.where(has_tokens_L, peak_L / mean_L.clamp(min=1e-30) - 1, 0.0)
         self._number_L += has_tokens_L
 
-    def parts(self) -> list[Tensor]:
-        """What is reduced, in the order of `close_window`."""
-        return [self._prob_sum_F, self.used_L, self._lbl_L, self._violation_L, self._number_L]
+    def per_layer(self) -> list[Tensor]:
+        """The sums per layer, in the order of `close_window`."""
+        return [self.used_L, self._lbl_L, self._violation_L, self._number_L]
 
 
 def _lbl(layout: CountLayout, counts_F: Tensor, prob_sum_F: Tensor) -> Tensor:

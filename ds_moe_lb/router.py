@@ -37,6 +37,7 @@ class CallRecord:
             it.
         gradient_scale: from slope to gradient: coefficient, 1/G and loss scale.
         seen_backward: backward has reached this call.
+        is_injected: its gradient was added.
     """
 
     counts: CallCounts
@@ -44,6 +45,7 @@ class CallRecord:
     token_mask_T: Tensor | None
     gradient_scale: Tensor | float
     seen_backward: bool = False
+    is_injected: bool = False
 
 
 @dataclass(eq=False)
@@ -71,8 +73,11 @@ class RouterCall:
         if record is None or not self.router.injects or not torch.is_grad_enabled():
             return scores
 
-        def gradient() -> Tensor:
-            record.seen_backward = True
+        def gradient() -> Tensor | None:
+            # A forward with several outputs may see several backward passes, each through here.
+            if record.is_injected:
+                return None
+            record.is_injected = record.seen_backward = True
             return balance.slope(record.counts) * record.gradient_scale
 
         return inject(scores, self.probs_TE, gradient_E=gradient, valid_mask_T=self.valid_mask_T)

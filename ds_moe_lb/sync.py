@@ -5,7 +5,7 @@ collective of ZeRO. A group of one rank is None and makes no collective at all.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed.comm as dist
@@ -83,6 +83,39 @@ class PendingCounts:
         return self.message
 
 
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where this rank's layers stand among the layers of all pipeline stages.
+
+    Attributes:
+        layout: of the whole model's layers; this rank's own layout without pipeline parallelism.
+        counts: this rank's part of a flat ``(F,)`` tensor of the whole model.
+        layers: this rank's part of an ``(L,)`` tensor of the whole model.
+        pipe_group: one rank of each stage; None without pipeline parallelism.
+    """
+
+    layout: CountLayout
+    counts: slice
+    layers: slice
+    pipe_group: CountGroup | None = None
+
+    def embed_counts(self, own_F: Tensor) -> Tensor:
+        """A tensor of the whole model with this rank's numbers in their place, zero elsewhere."""
+        whole_F = self.layout.zeros(own_F.dtype)
+        whole_F[self.counts] = own_F
+        return whole_F
+
+    def embed_layers(self, own_L: Tensor) -> Tensor:
+        """The same for one number per layer."""
+        whole_L = torch.zeros(len(self.layout.layers), dtype=own_L.dtype, device=own_L.device)
+        whole_L[self.layers] = own_L
+        return whole_L
+
+    def gather(self, embedded: Tensor) -> Tensor:
+        """Fill in the other stages' numbers: a sum, in place. Collective over the pipeline."""
+        return sum_over(embedded, count_group=self.pipe_group)
+
+
 class CountReducer:
     """Sums the counts of all layers, or of one, over each layer's count group."""
 
@@ -117,8 +150,9 @@ class CountReducer:
 
     def start(self, message: Tensor) -> PendingCounts:
         """Launch the sum of a message of all layers (``CountLayout.pack``); reuses its memory."""
-        if len(self._layers_of) == 1:
-            return PendingCounts([(message, self._launch(message, self.groups[0]), None)], message)
+        if len(self._layers_of) <= 1:
+            work = self._launch(message, self.groups[0]) if self.groups else None
+            return PendingCounts([(message, work, None)], message)
         parts: list[tuple[Tensor, Any, Tensor | None]] = []
         for ranks, layers in self._layers_of.items():
             part = message[self._where[ranks]]
@@ -209,11 +243,39 @@ def expert_group_ranks(expert_group_name: str, *, kind: str) -> list[int]:
     return list(dist.get_all_ranks_from_group(group))
 
 
-def sum_report(vector: Tensor, *, count_group: CountGroup) -> Tensor:
-    """Sum a report's fp64 vector over the data-parallel ranks: the monitor's one collective."""
-    if count_group.group is not None:
-        dist.all_reduce(vector, group=count_group.group)
-    return vector
+def pipeline_ranks(engine: Any) -> list[int]:
+    """Ranks that run this rank's micro-batches on the other stages, itself included."""
+    return list(dist.get_all_ranks_from_group(engine.grid.get_pipe_parallel_group()))
+
+
+def place_among_stages(own: CountLayout, *, pipe_group: CountGroup) -> ModelPlace:
+    """Ask the other stages for their layers. Collective over the pipeline.
+
+    The group's ranks ascend with the stages, so its order is the model's order.
+    """
+    everyone: list[Any] = [None] * len(pipe_group.ranks)
+    if pipe_group.group is None:
+        everyone = [own.layers]
+    else:
+        dist.all_gather_object(everyone, own.layers, group=pipe_group.group)
+    before = pipe_group.ranks.index(dist.get_rank())
+    whole = [layer for stage in everyone for layer in stage]
+    first_layer = sum(len(stage) for stage in everyone[:before])
+    first_count = sum(layer.num_experts for layer in whole[:first_layer])
+    numbered = [replace(layer, index=index) for index, layer in enumerate(whole)]
+    return ModelPlace(
+        CountLayout(numbered, own.device),
+        slice(first_count, first_count + own.num_counts),
+        slice(first_layer, first_layer + len(own.layers)),
+        pipe_group,
+    )
+
+
+def sum_over(tensor: Tensor, *, count_group: CountGroup | None) -> Tensor:
+    """Sum a tensor over a group in place and wait; nothing happens in a group of one rank."""
+    if count_group is not None and count_group.group is not None:
+        dist.all_reduce(tensor, group=count_group.group)
+    return tensor
 
 
 def compare_signatures(signature: dict[str, Any], *, count_group: CountGroup) -> None:
