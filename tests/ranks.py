@@ -238,7 +238,7 @@ def _run_in_group(
 
     # Else the first run on CPU compiles DeepSpeed's shared-memory op for 40 s, under a lock that a
     # killed rank leaves behind for ever.
-    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # 0.19.0 indexes, later ones use .get
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # some 0.19 index it, some .get
     torch.set_num_threads(1)
     random.seed(BASE_SEED + rank)
     numpy.random.seed(BASE_SEED + rank)
