@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -238,7 +237,7 @@ def _run_in_group(
 
     # Else the first run on CPU compiles DeepSpeed's shared-memory op for 40 s, under a lock that a
     # killed rank leaves behind for ever.
-    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # some 0.19 index it, some .get
+    deepspeed.ops.__compatible_ops__ = {}
     torch.set_num_threads(1)
     random.seed(BASE_SEED + rank)
     numpy.random.seed(BASE_SEED + rank)
