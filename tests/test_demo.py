@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from ds_moe_lb.training.free_port import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each starts several launchers
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TINY = ["--num-layers", "2", "--model-dim", "16", "--num-heads", "2", "--expert-dim", "16"]
@@ -25,9 +27,11 @@ def _environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "120"}
 
 
-def _start(arguments: list[str], cwd: Path) -> "subprocess.Popen[str]":
+def _start(
+    arguments: list[str], cwd: Path, *, program: list[str] | None = None
+) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "ds_moe_lb", *arguments],
+        [*(program or [sys.executable, "-m", "ds_moe_lb"]), *arguments],
         cwd=cwd,
         env=_environment(),
         stdout=subprocess.PIPE,
@@ -91,7 +95,7 @@ def test_compare_trains_both_and_shows_the_difference(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "figures" / "domain_expert_heatmaps.png").is_file()
 
 
-def test_interrupted_comparison_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_interrupted_comparison_leaves_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
     process = _start(["compare", "--output", "out", "--steps", "5000", *TINY], tmp_path)
     run = tmp_path / "out" / "micro_batch"
     _wait_for_step(run, 2, process)
@@ -101,7 +105,21 @@ def test_interrupted_comparison_leaves_a_checkpoint(tmp_path: Path) -> None:
     step = _lines(run / "history.jsonl")[-1]["step"]
     assert (run / "checkpoints" / "latest").read_text() == f"step{step:06d}"
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
-    assert f"ds-moe-lb train --resume {run}" in output
+    resume = f"--num_accelerators 2 --module ds_moe_lb train --resume {run}"
+    assert f"go on: deepspeed {resume}" in output
+    launcher = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--master_port",
+        str(free_port()),
+    ]
+    resumed = _start([*resume.split(), "--steps", str(step + 2)], tmp_path, program=launcher)
+    output = _finish(resumed)
+    assert resumed.returncode == 0, output[-6000:]
+    steps = [record["step"] for record in _lines(run / "history.jsonl")]
+    assert steps == list(range(1, step + 3))
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
 
 
 def test_resuming_continues_as_if_never_stopped(tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
     finally:
         progress.close()
     if rank == 0:
-        print(_closing_words(path, step=trainer.step, finished=finished), flush=True)
+        print(
+            _closing_words(path, step=trainer.step, finished=finished, world_size=world_size),
+            flush=True,
+        )
     process_group.leave()
     return 0 if finished else EXIT_INTERRUPTED
 
@@ -170,9 +173,10 @@ def _refuse_used_folder(path: Path) -> None:
         )
 
 
-def _closing_words(path: Path, *, step: int, finished: bool) -> str:
+def _closing_words(path: Path, *, step: int, finished: bool, world_size: int) -> str:
     if finished:
         return f"finished at step {step}: {path}"
-    return (
-        f"stopped after step {step} with a checkpoint; go on with: ds-moe-lb train --resume {path}"
-    )
+    command = "ds-moe-lb"
+    if world_size > 1:
+        command = f"deepspeed --num_accelerators {world_size} --module ds_moe_lb"
+    return f"stopped after step {step} with a checkpoint; go on: {command} train --resume {path}"
