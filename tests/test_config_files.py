@@ -81,7 +81,7 @@ def test_a_recipe_is_found_by_name_and_a_wrong_name_lists_all() -> None:
 def test_recipe_trains_two_steps_on_two_ranks(name: str, tmp_path: Path) -> None:
     recipe = copy.deepcopy(_read(name))
     recipe["tensorboard"]["output_path"] = str(tmp_path)
-    reports = run_ranks(_check_two_steps, 2, recipe)
+    reports = run_ranks(_check_two_steps, 2, recipe, timeout_s=180.0)
     assert reports[0] == pytest.approx(reports[1], nan_ok=True)
     # Two layers, top-2, 2 ranks x 8 micro-batches x 2 sequences of 6 tokens.
     assert reports[0]["valid_tokens"] == 2 * 8 * 2 * 6

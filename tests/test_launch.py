@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 TINY = ["--steps", "3", "--eval-interval", "0", "--eval-batches", "1", "--eval-batch-size", "2"]
 TINY += ["--num-layers", "2", "--model-dim", "16", "--expert-dim", "16", "--sequence-length", "32"]
-TIMEOUT_S = 240.0
+TIMEOUT_S = 270.0
 
 # What Slurm's commands do for one node, as far as the batch script can see.
 FAKE_SRUN = """#!/usr/bin/env bash

@@ -92,8 +92,8 @@ def test_a_rank_that_dies_of_a_signal_is_named() -> None:
 def test_a_hang_ends_at_the_deadline_and_leaves_no_process(tmp_path) -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as failure:
-        run_ranks(_check_hangs_on, 2, 1, str(tmp_path), timeout_s=10.0)
-    assert time.monotonic() - started < 20.0
+        run_ranks(_check_hangs_on, 2, 1, str(tmp_path), timeout_s=16.0)
+    assert time.monotonic() - started < 40.0
     text = str(failure.value)
     # Rank 0 waits for rank 1 in the last barrier: either its group gives up or the parent does.
     assert "_wait_for_ever" in text or "rank 0 failed first" in text
@@ -108,15 +108,15 @@ def test_a_hang_ends_at_the_deadline_and_leaves_no_process(tmp_path) -> None:
 
 def test_a_hang_of_every_rank_shows_where_each_one_is(tmp_path) -> None:
     with pytest.raises(RankError) as failure:
-        run_ranks(_check_hangs_on, 1, 0, str(tmp_path), timeout_s=8.0)
+        run_ranks(_check_hangs_on, 1, 0, str(tmp_path), timeout_s=12.0)
     text = str(failure.value)
-    assert text.startswith("no end after 8 s; still running: ranks [0]")
+    assert text.startswith("no end after 12 s; still running: ranks [0]")
     assert "in _wait_for_ever" in text
 
 
 def test_a_collective_that_one_rank_misses_fails_inside_the_other() -> None:
     with pytest.raises(RankError) as failure:
-        run_ranks(_check_misses_a_collective, 2, timeout_s=10.0)
+        run_ranks(_check_misses_a_collective, 2, timeout_s=16.0)
     text = str(failure.value)
     assert text.startswith("rank 0 failed first (later: ranks []; still running: ranks [1])")
     assert "in _check_misses_a_collective" in text
@@ -158,4 +158,4 @@ def _check_engine() -> float:
 
 
 def test_the_real_engine_works_in_the_ranks() -> None:
-    assert run_ranks(_check_engine, 2) == [1.0, 1.0]
+    assert run_ranks(_check_engine, 2, timeout_s=180.0) == [1.0, 1.0]
