@@ -4,7 +4,7 @@ Nothing else in the package reaches behind a public name, so a new host version 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -63,6 +63,16 @@ def config_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     if config is None:
         config = getattr(bound.get("args"), "deepspeed_config", None)
     return None if config is None else load_ds_config(config)
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """A process group that its members alone create; `deepspeed.comm` has no such call.
+
+    An ordinary `new_group` wants every rank of the world, in the same order. DeepSpeed itself makes
+    the expert groups of a pipeline only on the stages that have experts, after which the ranks of
+    an ordinary group would wait for each other under different names.
+    """
+    return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
 
 
 def expert_group(expert_group_name: str, *, kind: str) -> Any:

@@ -34,35 +34,27 @@ class CountGroup:
 
 
 class GroupFactory:
-    """Creates count groups; every rank of the world must make the same calls in the same order."""
+    """Creates the plugin's process groups; only the members of a group take part."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
 
     def create(self, ranks: Sequence[int], *, replicas: int = 1) -> CountGroup:
-        """Make the group of these ranks, or return the one made before.
+        """Make the group of these ranks, or return the one made before. Collective over them.
 
         Args:
-            ranks: global ranks of the group that this rank belongs to.
+            ranks: global ranks, this one among them.
             replicas: sequence-parallel size, which the engine does not divide by.
         """
-        mine = tuple(sorted(ranks))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        if len(everyone) > 1:
-            dist.all_gather_object(everyone, mine, group=dist.get_world_group())
-        else:
-            everyone = [mine]
-        for members in sorted(set(everyone)):
-            # torch wants all ranks of the world in every new_group call, members or not.
-            if len(members) > 1 and members not in self._made:
-                self._made[members] = dist.new_group(list(members))
-        return CountGroup(mine, self._made.get(mine), max(len(mine) // replicas, 1))
+        members = tuple(sorted(ranks))
+        if len(members) > 1 and members not in self._made:
+            self._made[members] = _compat.new_group(members)
+        return CountGroup(members, self._made.get(members), max(len(members) // replicas, 1))
 
     def destroy(self) -> None:
         """Give the groups back; called when the plugin is uninstalled."""
-        for members, group in self._made.items():
-            if dist.get_rank() in members:
-                dist.destroy_process_group(group)
+        for group in self._made.values():
+            dist.destroy_process_group(group)
         self._made.clear()
 
 
