@@ -122,10 +122,7 @@ class LoadBalancer:
             self.current_token_mask = before
 
     def uninstall(self) -> None:
-        """Take the plugin off the engine: built-in losses, methods and checkpoints as they were.
-
-        Collective: every rank must call it.
-        """
+        """Take the plugin off the engine: built-in losses, methods and checkpoints as they were."""
         self._uninstall()
 
     # what the installation wires up

@@ -86,9 +86,8 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
     warnings = _compat.check_host(engine)
     refuse_unsupported(engine, settings)
     moe_layers = find_moe_layers(engine.module)
-    factory = GroupFactory()
-    balancer = _build(engine, settings, moe_layers, factory)
-    _Installation(engine, balancer, moe_layers, factory).apply()
+    balancer = _build(engine, settings, moe_layers)
+    _Installation(engine, balancer, moe_layers).apply()
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning(f"{SECTION}: {warning}")
@@ -97,10 +96,7 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
 
 
 def _build(
-    engine: Any,
-    config: LoadBalancingConfig,
-    moe_layers: dict[str, MOELayer],
-    factory: GroupFactory,
+    engine: Any, config: LoadBalancingConfig, moe_layers: dict[str, MOELayer]
 ) -> LoadBalancer:
     layers = [
         # MoE keeps its MOELayer as `deepspeed_moe`; users know the layer by the name of the MoE.
@@ -109,6 +105,7 @@ def _build(
         )
         for index, (name, moe) in enumerate(moe_layers.items())
     ]
+    factory = GroupFactory()
     everyone = factory.create(data_parallel_ranks(engine), replicas=engine.sequence_parallel_size)
     signature = {
         "layers": [(x.name, x.num_experts, x.top_k) for x in layers],
@@ -148,12 +145,10 @@ class _Installation:
         engine: Any,
         balancer: LoadBalancer,
         moe_layers: dict[str, MOELayer],
-        factory: GroupFactory,
     ) -> None:
         self._engine = engine
         self._balancer = balancer
         self._moe_layers = list(moe_layers.values())
-        self._factory = factory
         self._handles: list[Any] = []
         self._methods: dict[str, Callable[..., Any]] = {}
 
@@ -205,7 +200,6 @@ class _Installation:
             if self._engine.__dict__.get(name) is wrapper:
                 del self._engine.__dict__[name]
         self._engine.load_balancer = None
-        self._factory.destroy()
 
     def _wrap(self, name: str, method: Callable[..., Any]) -> None:
         original = getattr(self._engine, name)

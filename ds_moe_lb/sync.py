@@ -34,7 +34,11 @@ class CountGroup:
 
 
 class GroupFactory:
-    """Creates the plugin's process groups; only the members of a group take part."""
+    """Creates the plugin's process groups; only the members of a group take part.
+
+    They are never destroyed: torch would give the name of a destroyed group to the next one of the
+    same ranks, which would then find the old one's addresses in the store.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
@@ -50,12 +54,6 @@ class GroupFactory:
         if len(members) > 1 and members not in self._made:
             self._made[members] = _compat.new_group(members)
         return CountGroup(members, self._made.get(members), max(len(members) // replicas, 1))
-
-    def destroy(self) -> None:
-        """Give the groups back; called when the plugin is uninstalled."""
-        for group in self._made.values():
-            dist.destroy_process_group(group)
-        self._made.clear()
 
 
 @dataclass
