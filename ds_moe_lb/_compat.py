@@ -29,6 +29,7 @@ _ENGINE_NAMES = {
     "global_steps": "tells one accumulation window from the next",
     "skipped_steps": "tells a step that overflowed from one that was applied",
     "global_samples": "abscissa of DeepSpeed's own monitor events",
+    "is_compiled": "a compiled engine is refused",
     "monitor": "DeepSpeed's monitor, which writes the reports",
     "_config": "holds the JSON as the engine read it",
 }

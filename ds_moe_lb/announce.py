@@ -8,6 +8,7 @@ from deepspeed.utils.logging import print_dist
 
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.config import SECTION
+from ds_moe_lb.monitor import MAX_EXPERT_KEYS
 
 
 def announce(engine: Any, balancer: LoadBalancer) -> None:
@@ -31,6 +32,12 @@ def announce(engine: Any, balancer: LoadBalancer) -> None:
     else:
         line += f", aux_loss_coeff {config.aux_loss_coeff:g}"
     print_dist(line, ranks=[0])
+    num_loads = balancer.place.layout.num_counts
+    if config.monitor.detail == "expert" and num_loads > MAX_EXPERT_KEYS and dist.get_rank() == 0:
+        logger.warning(
+            f"{SECTION}.monitor.detail: the loads of the first {MAX_EXPERT_KEYS} experts are "
+            f"written, of {num_loads} in all layers; more keys would drown a dashboard"
+        )
     if config.scope == "global_batch" and num_ranks * gas == 1 and dist.get_rank() == 0:
         logger.warning(
             f"{SECTION}: D x G is 1, so the global batch is the micro-batch and nothing changes; "

@@ -17,6 +17,11 @@ def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
                 f"{SECTION}.aux_loss_coeff: got None, but PipelineEngine hands no l_aux to a loss; "
                 f"set it to a number, and the plugin adds the gradient on every stage"
             )
+    if engine.is_compiled:
+        raise ValueError(
+            f"{SECTION}: the engine is compiled already (engine.compile()), which is not "
+            f"supported; remove the section or do not compile"
+        )
     mesh = getattr(engine, "mesh_device", None)
     if mesh is not None and mesh.mesh.dim() > 1 and mesh.mesh.shape[1] > 1:
         raise ValueError(

@@ -247,41 +247,52 @@ class BalanceCounts:
 
     # checkpoints
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint needs: the previous window of all stages, on the CPU, or None.
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs, on the CPU: the previous window of all stages, if there is one.
 
         Counts of a smaller group than data parallel differ from rank to rank, while DeepSpeed saves
         one client state: they are not saved, and training resumes with `running` for one window.
         Collective over the pipeline.
         """
-        if self.previous is None or not self._saves_state:
-            return None
-        window, place = self.previous.wait(), self._place
-        calls_L = torch.tensor(window.calls_per_micro_step, dtype=torch.float64)
-        calls_L = place.gather(place.embed_layers(calls_L.to(self.layout.device)))
-        return {
+        state: dict[str, Any] = {
             "version": _STATE_VERSION,
-            "layers": _signature(place.layout),
-            "previous_counts": place.gather(place.embed_counts(window.counts_F)).cpu(),
-            "calls_per_micro_step": calls_L.tolist(),
+            "layers": _signature(self._place.layout),
+            "micro_steps_begun": self.window.num_micro_steps,
         }
+        if self.previous is not None and self._saves_state:
+            window, place = self.previous.wait(), self._place
+            calls_L = torch.tensor(window.calls_per_micro_step, dtype=torch.float64)
+            calls_L = place.gather(place.embed_layers(calls_L.to(self.layout.device)))
+            state["previous_counts"] = place.gather(place.embed_counts(window.counts_F)).cpu()
+            state["calls_per_micro_step"] = calls_L.tolist()
+        return state
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> bool:
-        """Take up a saved state after `start_window`.
+    def load_state_dict(self, state: dict[str, Any] | None) -> str | None:
+        """Take up a saved state after `start_window`; None = a checkpoint without one.
 
         Returns:
-            False if there was one that does not fit this model and was left alone.
+            What the user should know about it, or None.
         """
         self.previous = None
         self._checks.clear()
-        if state is None or not self._keeps_previous or not self._saves_state:
-            return True
+        if state is None:
+            return None
         if state["version"] != _STATE_VERSION or state["layers"] != _signature(self._place.layout):
-            return False
-        counts_F = state["previous_counts"][self._place.counts].to(self.layout.device)
-        calls = state["calls_per_micro_step"][self._place.layers]
-        self.previous = PreviousWindow(CompleteWindow(counts_F, calls))
-        return True
+            return (
+                "the checkpoint's balancing state belongs to another model and was left alone; the "
+                "first window uses estimate 'running'"
+            )
+        if "previous_counts" in state and self._keeps_previous and self._saves_state:
+            counts_F = state["previous_counts"][self._place.counts].to(self.layout.device)
+            calls = state["calls_per_micro_step"][self._place.layers]
+            self.previous = PreviousWindow(CompleteWindow(counts_F, calls))
+        if state["micro_steps_begun"]:
+            return (
+                f"the checkpoint was saved {state['micro_steps_begun']} micro-steps into an "
+                f"accumulation window, whose gradients and counts DeepSpeed does not save; a new "
+                f"window begins"
+            )
+        return None
 
 
 def _signature(layout: CountLayout) -> list[tuple[str, int, int]]:

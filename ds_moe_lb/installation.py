@@ -177,6 +177,7 @@ class _Installation:
         self._wrap("train_batch" if is_pipeline else "step", self._step)
         self._wrap("save_checkpoint", self._save_checkpoint)
         self._wrap("load_checkpoint", self._load_checkpoint)
+        self._wrap("compile", self._compile)
         balancer.wire(routers, forget_calls=self._forget_calls, uninstall=self.revert)
         self._engine.load_balancer = balancer
         if any(frozen) and balancer.config.aux_loss_coeff and dist.get_rank() == 0:
@@ -221,6 +222,12 @@ class _Installation:
         self._balancer.close_window_if_stepped()
         return returned
 
+    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{SECTION}: engine.compile() is not supported: the compiler would bake in what the "
+            f"routers do once. Train without it, or uninstall() the plugin first"
+        )
+
     def _save_checkpoint(
         self,
         original: Callable[..., Any],
@@ -232,9 +239,7 @@ class _Installation:
     ) -> Any:
         self._balancer.close_window_if_stepped()
         state = dict(client_state or {})
-        own = self._balancer.balance.state_dict()
-        if own is not None:
-            state[SECTION] = own
+        state[SECTION] = self._balancer.balance.state_dict()
         return original(save_dir, tag, state, *args, **kwargs)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -245,9 +250,7 @@ class _Installation:
         # DeepSpeed saves no partial gradients, so whatever was accumulated is void: a new window
         # begins.
         self._balancer.start_window()
-        if not self._balancer.balance.load_state_dict(own) and dist.get_rank() == 0:
-            logger.warning(
-                f"{SECTION}: the checkpoint's balancing state belongs to another model and was "
-                f"left alone; the first window uses estimate 'running'"
-            )
+        news = self._balancer.balance.load_state_dict(own)
+        if news is not None and dist.get_rank() == 0:
+            logger.warning(f"{SECTION}: {news}")
         return path, client_state

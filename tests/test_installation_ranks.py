@@ -159,6 +159,7 @@ def _check_refusals(tmp):
     attempt("bad value", lambda: _engine({"scope": "golbal_batch"}))
     attempt("picture without TensorBoard", lambda: _engine({"monitor": {"image_interval": 5}}))
     engine = _engine({})
+    attempt("compile", engine.compile)
     attempt("twice", lambda: ds_moe_lb.install(engine))
     attempt("mask type", lambda: engine.load_balancer.token_mask(torch.ones(8)).__enter__())
 
@@ -178,6 +179,7 @@ def test_every_refusal_is_one_clear_error(tmp_path):
         "misspelt section": "ValueError: .*'moe_load_balancng' is unknown",
         "bad value": "ValueError: .*scope: got 'golbal_batch'.*nearest: 'global_batch'",
         "picture without TensorBoard": "ValueError: .*image_interval: got 5, but pictures go to T",
+        "compile": r"RuntimeError: .*engine.compile\(\) is not supported",
         "twice": "RuntimeError: .*already installed",
         "mask type": r"ValueError: .*got torch.float32, expected a bool tensor",
         "mask size": r"ValueError: .*token_mask has 6 entries \(shape \(2, 3\)\), but the router "
@@ -273,7 +275,8 @@ def _check_install_on_live_engine():
     assert balancer.metrics()["lbl_used"] > 0
     balancer.uninstall()
     assert engine.load_balancer is None
-    assert not {"step", "save_checkpoint", "load_checkpoint"} & set(engine.__dict__)
+    wrapped = {"step", "save_checkpoint", "load_checkpoint", "compile"}
+    assert not wrapped & set(engine.__dict__)
     assert all(type(gate) is TopKGate for gate in engine.module.gates())
     _micro_step(engine, 6)
     assert ds_moe_lb.install(engine, {"enabled": False}) is None
@@ -314,6 +317,25 @@ def _check_resume(folder, section):
 )
 def test_resume_at_a_boundary_is_bit_identical(tmp_path, section):
     run_ranks(_check_resume, 2, str(tmp_path), section)
+
+
+def _check_resume_inside_a_window(folder):
+    engine = _engine({"estimate": "boundary"}, gas=2)
+    for seed in range(3):
+        _micro_step(engine, seed)
+    engine.save_checkpoint(folder)
+    said = io.StringIO()
+    deepspeed.utils.logger.handlers[0].setStream(said)
+    resumed = _engine({"estimate": "boundary"}, gas=2)
+    resumed.load_checkpoint(folder)
+    assert all(int(counts.sum()) == 0 for counts in resumed.load_balancer.counts().values())
+    return said.getvalue()
+
+
+def test_resuming_inside_a_window_begins_a_new_one_and_says_so(tmp_path):
+    first, second = run_ranks(_check_resume_inside_a_window, 2, str(tmp_path))
+    assert "the checkpoint was saved 1 micro-steps into an accumulation window" in first
+    assert "moe_load_balancing" not in second
 
 
 def _check_old_checkpoint(folder):
