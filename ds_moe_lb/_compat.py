@@ -15,7 +15,7 @@ from packaging.version import Version
 
 # First and first-not-tested versions: the range in which the facts this plugin rests on were
 # checked.
-TESTED = {"deepspeed": ("0.19.0", "0.20"), "torch": ("2.4", "2.14")}
+TESTED = {"deepspeed": ("0.19.8", "0.19.9"), "torch": ("2.13", "2.14")}
 
 _EXPERT_GROUP_GETTER = {
     "expert_parallel": "_get_expert_parallel_group",

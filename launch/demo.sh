@@ -11,6 +11,6 @@ source launch/environment.sh
 
 # Small packages whose translation catalogues are the corpus's domain "languages".
 python -c "import humanize, wtforms" 2>/dev/null ||
-    python -m pip install --quiet humanize==4.17.0 WTForms==3.3.2
+    python -m pip install --quiet --constraint launch/constraints.txt humanize WTForms
 
 exec ds-moe-lb compare --output "runs/demo-$(date +%Y%m%d-%H%M%S)" "$@"

@@ -53,5 +53,6 @@ def _parser() -> argparse.ArgumentParser:
         ("compare", arguments.add_compare),
         ("report", arguments.add_report),
     ):
-        add(commands.add_parser(name, help=_HELP[name], description=_HELP[name].capitalize() + "."))
+        description = f"{_HELP[name][0].upper()}{_HELP[name][1:]}."
+        add(commands.add_parser(name, help=_HELP[name], description=description))
     return parser

@@ -8,6 +8,7 @@ import deepspeed
 import deepspeed.comm as dist
 import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 from ds_moe_lb.training.free_port import free_port
 
@@ -23,7 +24,10 @@ def join() -> None:
         # DeepSpeed would compile a shared-memory op under a lock that a killed rank leaves behind
         # for ever. It serves inference only; this private table is where DeepSpeed looks it up.
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # 0.19.0 indexes, later ones use .get
-    deepspeed.init_distributed(verbose=False)
+    # Under mpirun DeepSpeed overwrites MASTER_PORT with this argument, so that two jobs on one host
+    # would meet at its default.
+    port = int(os.environ.get("MASTER_PORT", TORCH_DISTRIBUTED_DEFAULT_PORT))
+    deepspeed.init_distributed(distributed_port=port, verbose=False)
 
 
 def expert_parallel_size(requested: int, *, num_experts: int) -> int:
