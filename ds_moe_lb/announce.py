@@ -16,15 +16,15 @@ def announce(engine: Any, balancer: LoadBalancer) -> None:
     config, reducer = balancer.config, balancer.balance.reducer
     gas = engine.gradient_accumulation_steps()
     layers = balancer.place.layout.layers
-    num_ranks = min((group.num_ranks for group in reducer.groups), default=1)
+    num_ranks = min((group.num_ranks for group in reducer.groups), default=1.0)
     kinds = sorted({(layer.num_experts, layer.top_k) for layer in layers})
     shapes = ", ".join(f"E={num_experts} k={top_k}" for num_experts, top_k in kinds)
     line = f"{SECTION}: {len(layers)} MoE layers ({shapes}), scope {config.scope}"
     if config.scope == "global_batch":
-        sequences = num_ranks * gas * engine.train_micro_batch_size_per_gpu()
+        sequences = round(num_ranks * gas * engine.train_micro_batch_size_per_gpu())
         line += (
             f", estimate {config.estimate}, counts over {config.sync_group}: "
-            f"D x G = {num_ranks} x {gas}, balance batch size {sequences} sequences, "
+            f"D x G = {num_ranks:g} x {gas}, balance batch size {sequences} sequences, "
             f"{_collectives_per_step(balancer, gas)} count collectives per optimizer step"
         )
     if config.aux_loss_coeff is None:
@@ -38,7 +38,7 @@ def announce(engine: Any, balancer: LoadBalancer) -> None:
             f"{SECTION}.monitor.detail: the loads of the first {MAX_EXPERT_KEYS} experts are "
             f"written, of {num_loads} in all layers; more keys would drown a dashboard"
         )
-    if config.scope == "global_batch" and num_ranks * gas == 1 and dist.get_rank() == 0:
+    if config.scope == "global_batch" and num_ranks * gas <= 1 and dist.get_rank() == 0:
         logger.warning(
             f"{SECTION}: D x G is 1, so the global batch is the micro-batch and nothing changes; "
             f"raise gradient_accumulation_steps or the number of data-parallel ranks"

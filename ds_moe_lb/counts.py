@@ -236,7 +236,7 @@ class Window:
             weight_L = weight_L * torch.tensor(micro_step.calls).clamp(min=1).to(weight_L.device)
         return self.layout.slopes(self.global_F, weight_L)
 
-    def running_slope(self, *, layer: int, global_counts_E: Tensor, num_ranks: int) -> Tensor:
+    def running_slope(self, *, layer: int, global_counts_E: Tensor, num_ranks: float) -> Tensor:
         """The same for one call of one layer, whose counts were reduced by themselves; ``(E,)``."""
         where = self.layout.count_slices[layer]
         self.global_F[where] += global_counts_E

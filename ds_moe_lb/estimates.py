@@ -124,7 +124,7 @@ class BalanceCounts:
         self._keeps_previous = estimate == "boundary" and reduction != "none"
         self._saves_state = sync_group == "data_parallel"
         num_ranks = [group.num_ranks for group in reducer.groups]
-        self._num_ranks_L = torch.tensor(num_ranks, dtype=torch.int64, device=layout.device)
+        self._num_ranks_L = torch.tensor(num_ranks, dtype=torch.float64, device=layout.device)
         self._checks: list[PositionCheck] = []
         self.previous: PreviousWindow | None = None
         self.start_window(gas=1)

@@ -115,7 +115,10 @@ def _build(
     groups: list[CountGroup] = [
         everyone
         if config.sync_group == "data_parallel"
-        else factory.create(expert_group_ranks(moe.ep_group_name, kind=config.sync_group))
+        else factory.create(
+            expert_group_ranks(moe.ep_group_name, kind=config.sync_group),
+            replicas=engine.sequence_parallel_size,
+        )
         for moe in moe_layers.values()
     ]
     layout = CountLayout(layers, torch.device(engine.device))

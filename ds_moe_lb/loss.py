@@ -113,7 +113,7 @@ def local_slope(counts_E: Tensor, *, top_k: int) -> Tensor:
     return balance_slope(counts_E, token_weight=token_weight(num_tokens, numerator=1))
 
 
-def token_weight(num_tokens: Tensor, *, numerator: int | Tensor) -> Tensor:
+def token_weight(num_tokens: Tensor, *, numerator: float | Tensor) -> Tensor:
     """The weight w of one token's probabilities, in fp64; 0 where there are no tokens.
 
     Args:

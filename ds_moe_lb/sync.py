@@ -25,12 +25,13 @@ class CountGroup:
     Attributes:
         ranks: global ranks, ascending.
         group: process group of the plugin's own, None for a single rank.
-        num_ranks: D of the formulas: what the engine divides by, within this group.
+        num_ranks: D of the formulas, the ranks of the group over the sequence-parallel size, which
+            the engine does not divide by. A group inside one sequence has less than 1.
     """
 
     ranks: tuple[int, ...]
     group: ProcessGroup | None
-    num_ranks: int
+    num_ranks: float
 
 
 class GroupFactory:
@@ -53,7 +54,7 @@ class GroupFactory:
         members = tuple(sorted(ranks))
         if len(members) > 1 and members not in self._made:
             self._made[members] = _compat.new_group(members)
-        return CountGroup(members, self._made.get(members), max(len(members) // replicas, 1))
+        return CountGroup(members, self._made.get(members), len(members) / replicas)
 
 
 @dataclass
