@@ -6,13 +6,14 @@ stays bit-identical and no matrix product or softmax is done twice.
 Shape legend: T tokens of this micro-batch on this rank, E experts, K choices per token.
 """
 
-from collections.abc import Callable
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.moe import sharded_moe
 from deepspeed.moe.sharded_moe import TopKGate
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from ds_moe_lb.router import Router
@@ -21,52 +22,85 @@ _ROUTER = "lb_router"
 _OPEN_CALL = "lb_open_call"
 
 
-class _RoutingObserver(TorchFunctionMode):
+class _RoutingObserver:
     """Sees the probabilities and the selections that the parent computes, and changes neither.
 
     Attributes:
         probs_TE: softmax of the clean logits: after input jitter, before selection noise.
-        choices_T: for each choice its experts, before capacity drops any; one ``(T, K)`` or K
-            ``(T,)``.
+        choices_T: the first and second choice, each ``(T,)``, before capacity drops any; k <= 2.
     """
 
     def __init__(self, top_k: int) -> None:
-        super().__init__()
-        self._chooser = torch.topk if top_k > 2 else torch.argmax
-        self._num_choices = 1 if top_k > 2 else top_k
+        self._top_k = top_k
         self.probs_TE: Tensor | None = None
         self.choices_T: list[Tensor] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.probs_TE is None:
-            if func is nn.functional.softmax:
-                self.probs_TE = result
-        elif func is self._chooser and len(self.choices_T) < self._num_choices:
-            self.choices_T.append(result[1] if func is torch.topk else result)
-        return result
+    def __enter__(self) -> "_RoutingObserver":
+        _observed.observer = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _observed.observer = None
 
     def require(self) -> Tensor:
         """The probabilities; RuntimeError where the parent did not route as it is known to."""
-        if self.probs_TE is None or len(self.choices_T) != self._num_choices:
+        expected_choices = self._top_k if self._top_k <= 2 else 0
+        if self.probs_TE is None or len(self.choices_T) < expected_choices:
             raise RuntimeError(
                 "moe_load_balancing: deepspeed.moe.sharded_moe.TopKGate no longer routes through "
-                "softmax and argmax/topk; this version of DeepSpeed is not supported"
+                "softmax and one_hot; this version of DeepSpeed is not supported"
             )
         return self.probs_TE
 
     def count(self, valid_mask_T: Tensor) -> Tensor:
         """``(E,)`` int64: selections by valid tokens, before capacity drops any."""
         probs_TE = self.require()
+        choices_T = self.choices_T[: self._top_k]
+        if self._top_k > 2:  # no noise there: the same operation on the same numbers
+            choices_T = list(torch.topk(probs_TE, k=self._top_k, dim=1)[1].unbind(dim=1))
         counts_E = torch.zeros(probs_TE.shape[1], dtype=torch.int64, device=probs_TE.device)
-        for choice in self.choices_T:
-            weight = (
-                valid_mask_T if choice.dim() == 1 else valid_mask_T.unsqueeze(1).expand_as(choice)
-            )
-            counts_E.scatter_add_(0, choice.reshape(-1), weight.reshape(-1).to(torch.int64))
+        for choice_T in choices_T:
+            counts_E.scatter_add_(0, choice_T, valid_mask_T.to(torch.int64))
         return counts_E
+
+
+class _ObservedFunctional:
+    """`torch.nn.functional` as `deepspeed.moe.sharded_moe` sees it while a gate is balanced.
+
+    Two of its functions show their tensors to the observer of the calling thread (a recompute may
+    run on autograd's own); everything else is the original. A `TorchFunctionMode` would see the
+    same, at 3 us for each of the 60 operations of a gate.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    @property
+    def observer(self) -> _RoutingObserver | None:
+        return getattr(self._thread, "observer", None)
+
+    @observer.setter
+    def observer(self, observer: _RoutingObserver | None) -> None:
+        self._thread.observer = observer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn.functional, name)
+
+    def softmax(self, *args: Any, **kwargs: Any) -> Tensor:
+        probs_TE = nn.functional.softmax(*args, **kwargs)
+        observer = self.observer
+        if observer is not None and observer.probs_TE is None:
+            observer.probs_TE = probs_TE
+        return probs_TE
+
+    def one_hot(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        observer = self.observer
+        if observer is not None:
+            observer.choices_T.append(tensor)
+        return nn.functional.one_hot(tensor, *args, **kwargs)
+
+
+_observed = _ObservedFunctional()
 
 
 class GlobalBatchTopKGate(TopKGate):
@@ -113,14 +147,22 @@ class GlobalBatchTopKGate(TopKGate):
         return tuple(outputs)
 
 
+_attached: weakref.WeakSet[TopKGate] = weakref.WeakSet()
+
+
 def attach(gate: TopKGate, router: "Router") -> None:
     """Make a live TopKGate a GlobalBatchTopKGate of this router."""
+    sharded_moe.F = _observed
+    _attached.add(gate)
     gate.__class__ = GlobalBatchTopKGate
     gate.__dict__[_ROUTER] = router
 
 
 def detach(gate: TopKGate) -> None:
     """Give the gate its own class back."""
+    _attached.discard(gate)
+    if not _attached:
+        sharded_moe.F = nn.functional
     gate.__dict__.pop(_ROUTER, None)
     gate.__dict__.pop(_OPEN_CALL, None)
     gate.__class__ = TopKGate

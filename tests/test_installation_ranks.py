@@ -9,6 +9,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.moe import sharded_moe
 from deepspeed.moe.sharded_moe import TopKGate
 from torch import nn
 
@@ -278,6 +279,7 @@ def _check_install_on_live_engine():
     wrapped = {"step", "save_checkpoint", "load_checkpoint", "compile"}
     assert not wrapped & set(engine.__dict__)
     assert all(type(gate) is TopKGate for gate in engine.module.gates())
+    assert sharded_moe.F is torch.nn.functional
     _micro_step(engine, 6)
     assert ds_moe_lb.install(engine, {"enabled": False}) is None
     assert ds_moe_lb.install(engine) is engine.load_balancer
