@@ -1,4 +1,4 @@
-"""The command line: `ds-moe-lb train | compare | report`.
+"""The command line: `ds-moe-lb train | compare | report | verify`.
 
 A command's module is imported only when it runs, so that `--help` is quick and no accelerator is
 chosen before the command had its say.
@@ -18,6 +18,7 @@ _HELP = {
     "train": "train a small MoE language model on text, with any DeepSpeed config",
     "compare": "train twice, with micro-batch and with global-batch loss, and show the difference",
     "report": "redraw the figures of runs and write one self-contained HTML page",
+    "verify": "prove on these ranks that counts, loss and gradients equal an fp64 reference",
 }
 
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         ("train", arguments.add_train),
         ("compare", arguments.add_compare),
         ("report", arguments.add_report),
+        ("verify", arguments.add_verify),
     ):
         description = f"{_HELP[name][0].upper()}{_HELP[name][1:]}."
         add(commands.add_parser(name, help=_HELP[name], description=description))

@@ -92,6 +92,23 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", required=True, help="DeepSpeed JSON, or the name of a ready config"
+    )
+    parser.add_argument(
+        "--ep-size", type=int, default=0, help="as for train: 0 = as many ranks as possible [0]"
+    )
+    parser.add_argument("--top-k", type=int, default=2, help="experts per token [%(default)s]")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        default=Path("."),
+        help="folder that all ranks see, for the checkpoint that the resume check writes and "
+        "removes [the current one]",
+    )
+
+
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in (("training", OPTION_FLAGS), ("model", MODEL_FLAGS)):
         group = parser.add_argument_group(title)
