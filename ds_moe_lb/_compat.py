@@ -76,6 +76,15 @@ def new_group(ranks: Sequence[int]) -> Any:
     return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
 
 
+def num_group_names() -> int:
+    """How many process groups this rank belongs to, as torch counts them.
+
+    Together with the ranks it makes the name under which the members of a :func:`new_group` look
+    for each other, so they must agree on it.
+    """
+    return len(torch.distributed.distributed_c10d._world.pg_names)
+
+
 def expert_group(expert_group_name: str, *, kind: str) -> Any:
     """The process group of an MoE layer; DeepSpeed keeps them by name, with private getters."""
     getter: Callable[[str], Any] = getattr(groups, _EXPERT_GROUP_GETTER[kind])
@@ -110,6 +119,8 @@ def check_host(engine: Any) -> list[str]:
         missing.append("torch._C._current_graph_task_id (tells a recompute from a forward)")
     if not hasattr(getattr(engine, "_config", None), "_param_dict"):
         missing.append("DeepSpeedConfig._param_dict (the JSON with its custom sections)")
+    if not hasattr(torch.distributed.distributed_c10d._world, "pg_names"):
+        missing.append("torch.distributed's pg_names (the name of a process group depends on it)")
     for getter in _EXPERT_GROUP_GETTER.values():
         if not hasattr(groups, getter):
             missing.append(f"deepspeed.utils.groups.{getter} (an MoE layer's ranks)")

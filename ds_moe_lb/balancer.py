@@ -14,8 +14,9 @@ from ds_moe_lb.config import LoadBalancingConfig
 from ds_moe_lb.counts import CountLayout, MicroStep
 from ds_moe_lb.estimates import BalanceCounts, Reduction
 from ds_moe_lb.monitor import BalanceMonitor
+from ds_moe_lb.process_groups import CountGroup
 from ds_moe_lb.router import Router
-from ds_moe_lb.sync import CountGroup, CountReducer, ModelPlace
+from ds_moe_lb.sync import CountReducer, ModelPlace
 
 
 class LoadBalancer:

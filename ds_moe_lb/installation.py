@@ -16,18 +16,16 @@ from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
 from ds_moe_lb.counts import CountLayout, RouterLayer
 from ds_moe_lb.discovery import find_moe_layers, refuse_unsupported
-from ds_moe_lb.router import Router
-from ds_moe_lb.sync import (
+from ds_moe_lb.process_groups import (
     CountGroup,
-    CountReducer,
     GroupFactory,
-    ModelPlace,
-    compare_signatures,
     data_parallel_ranks,
     expert_group_ranks,
+    model_groups,
     pipeline_ranks,
-    place_among_stages,
 )
+from ds_moe_lb.router import Router
+from ds_moe_lb.sync import CountReducer, ModelPlace, compare_signatures, place_among_stages
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -105,8 +103,11 @@ def _build(
         )
         for index, (name, moe) in enumerate(moe_layers.items())
     ]
-    factory = GroupFactory()
+    factory = GroupFactory(model_groups(engine))
     everyone = factory.create(data_parallel_ranks(engine), replicas=engine.sequence_parallel_size)
+    # Before the groups of single layers, which differ in number from stage to stage.
+    is_pipeline = isinstance(engine, PipelineEngine)
+    pipe_group = factory.create(pipeline_ranks(engine)) if is_pipeline else None
     signature = {
         "layers": [(x.name, x.num_experts, x.top_k) for x in layers],
         "config": config.model_dump(),
@@ -123,8 +124,8 @@ def _build(
     ]
     layout = CountLayout(layers, torch.device(engine.device))
     place = ModelPlace(layout, slice(0, layout.num_counts), slice(0, len(layers)))
-    if isinstance(engine, PipelineEngine):
-        place = place_among_stages(layout, pipe_group=factory.create(pipeline_ranks(engine)))
+    if pipe_group is not None:
+        place = place_among_stages(layout, pipe_group=pipe_group)
         if not place.layout.layers:
             raise ValueError(
                 f"{SECTION}: no stage of the pipeline has deepspeed.moe.layer.MoE layers, so there "

@@ -1,8 +1,4 @@
-"""Which ranks share their counts, and every collective of the plugin.
-
-Counts travel in process groups of their own, so that a mistake here can never pair with a
-collective of ZeRO. A group of one rank is None and makes no collective at all.
-"""
+"""Every collective of the plugin, but for those that make its process groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,49 +8,8 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
-from ds_moe_lb import _compat
 from ds_moe_lb.counts import CountLayout, RouterLayer, describe_position
-
-ProcessGroup = Any
-
-
-@dataclass(frozen=True)
-class CountGroup:
-    """Ranks whose counts are summed together.
-
-    Attributes:
-        ranks: global ranks, ascending.
-        group: process group of the plugin's own, None for a single rank.
-        num_ranks: D of the formulas, the ranks of the group over the sequence-parallel size, which
-            the engine does not divide by. A group inside one sequence has less than 1.
-    """
-
-    ranks: tuple[int, ...]
-    group: ProcessGroup | None
-    num_ranks: float
-
-
-class GroupFactory:
-    """Creates the plugin's process groups; only the members of a group take part.
-
-    They are never destroyed: torch would give the name of a destroyed group to the next one of the
-    same ranks, which would then find the old one's addresses in the store.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], ProcessGroup] = {}
-
-    def create(self, ranks: Sequence[int], *, replicas: int = 1) -> CountGroup:
-        """Make the group of these ranks, or return the one made before. Collective over them.
-
-        Args:
-            ranks: global ranks, this one among them.
-            replicas: sequence-parallel size, which the engine does not divide by.
-        """
-        members = tuple(sorted(ranks))
-        if len(members) > 1 and members not in self._made:
-            self._made[members] = _compat.new_group(members)
-        return CountGroup(members, self._made.get(members), len(members) / replicas)
+from ds_moe_lb.process_groups import CountGroup
 
 
 @dataclass
@@ -221,22 +176,6 @@ def check_positions(
             f"{layers[layer].name!r}: {detail}. All ranks must run the same MoE layers and the "
             f"same number of micro-steps; counts summed here would be wrong."
         )
-
-
-def data_parallel_ranks(engine: Any) -> list[int]:
-    """Ranks over which the engine averages the gate's gradient (data x sequence parallel)."""
-    return list(dist.get_all_ranks_from_group(engine.seq_data_parallel_group))
-
-
-def expert_group_ranks(expert_group_name: str, *, kind: str) -> list[int]:
-    """Ranks of the `expert_parallel` or `expert_data_parallel` group of an MoE layer."""
-    group = _compat.expert_group(expert_group_name, kind=kind)
-    return list(dist.get_all_ranks_from_group(group))
-
-
-def pipeline_ranks(engine: Any) -> list[int]:
-    """Ranks that run this rank's micro-batches on the other stages, itself included."""
-    return list(dist.get_all_ranks_from_group(engine.grid.get_pipe_parallel_group()))
 
 
 def place_among_stages(own: CountLayout, *, pipe_group: CountGroup) -> ModelPlace:
