@@ -1,0 +1,346 @@
+"""Parallel layouts beside data and expert parallelism, each against the fp64 reference.
+
+Sequence-parallel ranks hold the tokens of one micro-batch together, so the reference sees each of
+their groups as one rank; tensor-parallel peers hold the same tokens, and the reference sees one of
+them. ``CANNOT`` lists what DeepSpeed itself does not run.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import nn
+
+import ds_moe_lb
+from engine_grid import (
+    COEFF,
+    NUM_WINDOWS,
+    Cell,
+    WindowRecord,
+    disagreements,
+    ds_config,
+    full_grad,
+    main_loss,
+    make_batch,
+    make_record,
+    section_of,
+    used_token,
+)
+from models import Block, GateRecorder, TinyMoE, moe_param_groups
+from ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+BASE = Cell(
+    world_size=4,
+    ep_size=1,
+    zero_stage=0,
+    gradient_accumulation_steps=2,
+    top_k=2,
+    checkpointing="off",
+    tokens="masked",
+    estimate="running",
+    mechanism="l_aux",
+)
+WAYS = [
+    (mechanism, estimate)
+    for mechanism in ("l_aux", "injection")
+    for estimate in ("running", "boundary")
+]
+
+CANNOT = {
+    "native MoE with ZeRO 3": "refused by DeepSpeed; AutoEP is its way",
+    "PipelineEngine with ZeRO 2 or 3": "refused by DeepSpeed",
+    "PipelineEngine with MoE on one stage only, ZeRO 1": "the stages sum the norm of the gradients "
+    "a different number of times: hangs in the optimizer step",
+    "tensor parallelism through an mpu on gloo": "gather_tokens hands over a flat buffer, which "
+    "gloo refuses; the tests make it accept that",
+    "tensor parallelism through an mpu, ZeRO 1": "hangs in DeepSpeed's own gradient reduction",
+    "sequence parallelism through mesh_param": "gradients are not reduced over the sequence ranks; "
+    "refused by the plugin",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp as the mpu of native MoE": "MOELayer "
+    "takes the sequence ranks for tensor-parallel peers and gives each only its part of the "
+    "other's slots: the experts' outputs are wrong, the router's gradient is right",
+    "unequal token numbers with ep_size > 1, k = 1": "top-1 caps the capacity by the local tokens, "
+    "so all-to-all sizes differ",
+    "Tutel": "needs CUDA",
+}
+
+
+def test_what_plain_deepspeed_cannot_run_is_listed(capsys):
+    with capsys.disabled():
+        print("\nlayouts that DeepSpeed itself does not run:")
+        for layout, reason in CANNOT.items():
+            print(f"  {layout}: {reason}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and the host's idea of who holds what.
+
+    Attributes:
+        layers: arguments of each MoE layer.
+        mpu: None, "sequence", "deepspeed_sequence" or "tensor"; pairs of neighbours in a world of
+            four.
+    """
+
+    layers: tuple[dict[str, Any], ...]
+    mpu: str | None = None
+
+
+class Model(TinyMoE):
+    def __init__(self, layout: Layout, checkpointing: str) -> None:
+        super().__init__(k=2, num_experts=())
+        defaults = {"k": 2, "capacity_factor": 2.0, "min_capacity": 0} | {
+            "top2_2nd_expert_sampling": False
+        }
+        self.blocks = nn.ModuleList(
+            Block(isolate=True, **(defaults | layer)) for layer in layout.layers
+        )
+        self.checkpointing = [checkpointing] * len(self.blocks)
+        with torch.no_grad():
+            for gate in self.gates():
+                gate.wg.weight.mul_(2.0)
+
+
+class Mpu:
+    """Four ranks: pairs of neighbours share a model (tensor) or their sequences (sequence)."""
+
+    def __init__(self, kind: str) -> None:
+        rank = dist.get_rank()
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        everyone, alone = dist.new_group(range(4)), [dist.new_group([r]) for r in range(4)]
+        self._provide("data_parallel", across[rank % 2])
+        self._provide("model_parallel", alone[rank] if kind == "sequence" else pairs[rank // 2])
+        self._provide("tensor_model_parallel", self.get_model_parallel_group())
+        if kind == "sequence":
+            self._provide("sequence_parallel", pairs[rank // 2])
+            self._provide("sequence_data_parallel", everyone)
+
+    def _provide(self, name: str, group: Any) -> None:
+        setattr(self, f"get_{name}_group", lambda: group)
+        setattr(self, f"get_{name}_world_size", lambda: dist.get_world_size(group))
+        setattr(self, f"get_{name}_rank", lambda: dist.get_rank(group))
+        setattr(self, f"get_{name}_group_ranks", lambda: dist.get_all_ranks_from_group(group))
+
+
+def _make_mpu(kind: str | None) -> Any:
+    if kind != "deepspeed_sequence":
+        return Mpu(kind) if kind is not None else None
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    return parallel_state_sp
+
+
+def _let_gloo_gather_tokens() -> None:
+    """NCCL does not look at shapes; gloo refuses the flat buffer of MOELayer's gather_tokens."""
+    gather = dist.all_gather_into_tensor
+
+    def flat(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return gather(output.view(-1), tensor.reshape(-1), *args, **kwargs)
+
+    dist.all_gather_into_tensor = flat
+
+
+def _check_layout(
+    layout: Layout, runs: list[tuple[Cell, dict[str, Any]]]
+) -> list[list[WindowRecord]]:
+    if layout.mpu is not None:
+        _let_gloo_gather_tokens()
+    mpu = _make_mpu(layout.mpu)
+    return [_run(layout, mpu, cell, section) for cell, section in runs]
+
+
+def _run(layout: Layout, mpu: Any, cell: Cell, section: dict[str, Any]) -> list[WindowRecord]:
+    torch.manual_seed(42)
+    model = Model(layout, cell.checkpointing)
+    engine = ds_moe_lb.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(moe_param_groups(model), lr=0.1),
+        config=ds_config(cell, section),
+        mpu=mpu,
+    )[0]
+    recorder = GateRecorder(model.gates())
+    rank = dist.get_rank() // 2 if layout.mpu == "tensor" else dist.get_rank()
+    records = []
+    for window in range(NUM_WINDOWS):
+        for block in model.blocks:
+            block.input_grads.clear()
+        weights = [gate.wg.weight.detach().tolist() for gate in model.gates()]
+        l_aux: list[list[float]] = [[] for _ in model.gates()]
+        for micro_step in range(cell.gradient_accumulation_steps):
+            batch = make_batch(cell, window=window, micro_step=micro_step, rank=rank)
+            prediction, losses = engine(batch.x, used_token(batch))
+            for layer, loss in enumerate(losses):
+                l_aux[layer].append(loss.item())
+            balancing = sum(losses) if cell.mechanism == "l_aux" else 0.0
+            engine.backward(0.0 * main_loss(batch, prediction) + COEFF * balancing)
+            if micro_step == cell.gradient_accumulation_steps - 1:
+                grads = [full_grad(gate.wg.weight) for gate in model.gates()]
+            counts = [n.tolist() for n in engine.load_balancer.counts().values()]
+            engine.step()
+        records.append(make_record(recorder, model, weights, grads, l_aux, counts))
+    engine.load_balancer.uninstall()
+    engine.destroy()
+    return records
+
+
+def _only(record: WindowRecord, layer: int) -> WindowRecord:
+    return WindowRecord(**{name: [value[layer]] for name, value in vars(record).items()})
+
+
+def _joined(first: WindowRecord, second: WindowRecord) -> WindowRecord:
+    """Two ranks that hold the tokens of one micro-batch, as one rank."""
+
+    def per_step(a, b, join):
+        return [[join(x, y) for x, y in zip(m, n, strict=True)] for m, n in zip(a, b, strict=True)]
+
+    for a, b in zip(first.grads, second.grads, strict=True):
+        assert torch.equal(a, b)
+    return WindowRecord(
+        weights=first.weights,
+        grads=first.grads,
+        inputs=per_step(first.inputs, second.inputs, lambda x, y: x + y),
+        selections=per_step(first.selections, second.selections, lambda x, y: x + y),
+        valid=per_step(first.valid, second.valid, lambda x, y: x + y),
+        input_grads=per_step(first.input_grads, second.input_grads, lambda x, y: torch.cat([x, y])),
+        l_aux=per_step(first.l_aux, second.l_aux, lambda x, y: x + y),
+        counts=per_step(first.counts, second.counts, lambda x, y: x + y),
+    )
+
+
+def _wrong(
+    layout: Layout, cell: Cell, per_rank: list[list[WindowRecord]], groups: Any = None
+) -> list[str]:
+    """Disagreements with the reference, layer by layer; ``groups`` from a layer's arguments."""
+    found = []
+    for number, layer in enumerate(layout.layers):
+        of_layer = [[_only(record, number) for record in records] for records in per_rank]
+        found += disagreements(
+            replace(cell, top_k=layer.get("k", 2)),
+            of_layer,
+            groups=None if groups is None else groups(layer),
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+MIXED = Layout(
+    (
+        {"num_experts": 8, "ep_size": 1, "k": 1},
+        {"num_experts": 12, "ep_size": 2, "k": 2},
+        {"num_experts": 16, "ep_size": 4, "k": 4},
+    )
+)
+
+
+def _neighbours(layer: dict[str, Any]) -> list[list[int]]:
+    size = layer["ep_size"]
+    return [list(range(start, start + size)) for start in range(0, 4, size)]
+
+
+def _strided(layer: dict[str, Any]) -> list[list[int]]:
+    size = layer["ep_size"]
+    return [list(range(start, 4, size)) for start in range(size)]
+
+
+def test_layers_with_different_experts_choices_and_expert_parallel_sizes():
+    cells = [
+        replace(BASE, mechanism=mechanism, estimate=estimate, zero_stage=stage, checkpointing=mode)
+        for mechanism, estimate in WAYS
+        for stage, mode in ((0, "off"), (1, "reentrant"), (2, "non_reentrant"))
+    ]
+    kinds = {"data_parallel": None, "expert_parallel": _neighbours}
+    kinds["expert_data_parallel"] = _strided
+    runs = [
+        (cell, section_of(cell) | {"sync_group": kind})
+        for kind in kinds
+        for cell in (cells if kind == "data_parallel" else cells[::4])
+    ]
+    results = run_ranks(_check_layout, 4, MIXED, runs, timeout_s=180)
+    for index, (cell, section) in enumerate(runs):
+        per_rank = [rank_results[index] for rank_results in results]
+        groups = kinds[section["sync_group"]]
+        assert _wrong(MIXED, cell, per_rank, groups) == [], (str(cell), section)
+
+
+@pytest.mark.parametrize("mpu", ["sequence", "deepspeed_sequence"])
+def test_ranks_of_one_sequence_count_as_one(mpu):
+    """D is data x sequence ranks over the sequence-parallel size; counts are over all of them."""
+    ep_size = 2 if mpu == "sequence" else 1
+    layout = Layout(({"num_experts": 8, "ep_size": ep_size}, {"num_experts": 12}), mpu)
+    cells = [
+        replace(BASE, mechanism=mechanism, estimate=estimate, zero_stage=stage, checkpointing=mode)
+        for mechanism, estimate in WAYS
+        for stage, mode in ((0, "off"), (1, "reentrant"), (2, "non_reentrant"))
+    ]
+    runs = [(cell, section_of(cell)) for cell in cells]
+    results = run_ranks(_check_layout, 4, layout, runs, timeout_s=180)
+    for index, cell in enumerate(cells):
+        ranks = [rank_results[index] for rank_results in results]
+        per_rank = [
+            [_joined(a, b) for a, b in zip(ranks[first], ranks[first + 1], strict=True)]
+            for first in (0, 2)
+        ]
+        assert _wrong(layout, cell, per_rank) == [], str(cell)
+
+
+@pytest.mark.parametrize("expert_tensor_parallelism", [False, True])
+def test_tensor_parallel_peers_count_once(expert_tensor_parallelism):
+    arguments = {"enable_expert_tensor_parallelism": expert_tensor_parallelism}
+    layout = Layout(
+        (
+            {"num_experts": 8, "ep_size": 2} | arguments,
+            {"num_experts": 12, "ep_size": 1} | arguments,
+        ),
+        "tensor",
+    )
+    cells = [
+        replace(BASE, world_size=2, mechanism=mechanism, estimate=estimate, zero_stage=stage)
+        for mechanism, estimate in WAYS
+        for stage in (0, 2)
+    ]
+    runs = [(cell, section_of(cell)) for cell in cells]
+    results = run_ranks(_check_layout, 4, layout, runs, timeout_s=180)
+    for index, cell in enumerate(cells):
+        for peer in (0, 1):
+            per_rank = [results[peer][index], results[peer + 2][index]]
+            assert _wrong(layout, cell, per_rank) == [], (str(cell), peer)
+
+
+def test_residual_moe():
+    layout = Layout(
+        (
+            {"num_experts": 8, "ep_size": 2, "use_residual": True},
+            {"num_experts": 12, "use_residual": True},
+        )
+    )
+    cells = [
+        replace(BASE, world_size=2, mechanism=mechanism, estimate=estimate, zero_stage=stage)
+        for mechanism, estimate in WAYS
+        for stage in (0, 1, 2)
+    ]
+    runs = [(cell, section_of(cell)) for cell in cells]
+    results = run_ranks(_check_layout, 2, layout, runs, timeout_s=180)
+    for index, cell in enumerate(cells):
+        per_rank = [rank_results[index] for rank_results in results]
+        assert _wrong(layout, cell, per_rank) == [], str(cell)
+
+
+def _check_own_group():
+    for ranks in ([0], [0, 1]):
+        dist.new_group(ranks)
+    layout = Layout(({"num_experts": 8},))
+    return _run(layout, None, BASE, section_of(BASE))
+
+
+def test_a_scripts_own_group_of_some_ranks_does_not_hang_the_installation():
+    """Install hung for ever: a rank's other groups are part of the name of a new one."""
+    per_rank = run_ranks(_check_own_group, 4, timeout_s=30)
+    assert _wrong(Layout(({"num_experts": 8},)), BASE, per_rank) == []
