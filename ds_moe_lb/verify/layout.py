@@ -95,8 +95,9 @@ class Layout:
     def describe(self) -> str:
         """One line for the head of the table."""
         coefficient = self.section.aux_loss_coeff
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return (
-            f"{self.world_size} ranks, ep_size {self.ep_size}, ZeRO {self.zero_stage}, "
+            f"{ranks}, ep_size {self.ep_size}, ZeRO {self.zero_stage}, "
             f"gradient_accumulation_steps {self.gas}, k {self.top_k}, {self.precision}, "
             f"f {self.estimate} over {self.section.sync_group}, "
             + ("l_aux" if coefficient is None else f"aux_loss_coeff {coefficient:g}")

@@ -18,6 +18,7 @@ def print_table(lines: Sequence[Line], layout: Layout) -> None:
     console.print(layout.describe(), highlight=False, markup=False)
     # Fits 80 columns.
     table = Table(title="Largest deviation / tolerance", title_justify="left", pad_edge=False)
+    table.padding = (0, 1, 0, 0)
     table.title_style = table.header_style = "bold"
     table.add_column("property", no_wrap=True)
     table.add_column("result", no_wrap=True)
@@ -32,7 +33,7 @@ def print_table(lines: Sequence[Line], layout: Layout) -> None:
         else "the largest sum of the ranks' absolute contributions"
     )
     notes = [f"{line.name}: {line.reason}" for line in lines if line.reason]
-    notes.append(f"counts are exact; loss relative to max(|ref|, 1); gradients to {basis}")
+    notes.append(f"counts: exact; loss: relative to max(|ref|, 1); gradient: to {basis}")
     notes.append("reference: one process, fp64, the gathered batch, the recorded selections")
     if layout.not_covered:
         notes.append(f"switched off, not covered: {', '.join(layout.not_covered)}")
@@ -44,7 +45,7 @@ def print_table(lines: Sequence[Line], layout: Layout) -> None:
     for note in notes:
         console.print(f"- {note}", highlight=False, markup=False)
     number = sum(line.has_failed for line in lines)
-    console.print(f"{number} properties FAILED" if number else "all properties hold")
+    console.print(f"FAILED: {number} of {len(lines)}" if number else "all properties hold")
 
 
 def _cells(line: Line) -> list[str]:
@@ -55,4 +56,4 @@ def _cells(line: Line) -> list[str]:
     loss, gradient = (
         f"{verdict.deviation[kind]:.1e} / {verdict.tolerance[kind]:.1g}" for kind in KINDS[1:]
     )
-    return [result, f"{verdict.deviation['counts']:g} / 0", loss, gradient]
+    return [result, f"{verdict.deviation['counts']:g}", loss, gradient]
