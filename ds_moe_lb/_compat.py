@@ -5,10 +5,12 @@ Nothing else in the package reaches behind a public name, so a new host version 
 
 import inspect
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import groups
 from packaging.version import Version
@@ -72,8 +74,22 @@ def new_group(ranks: Sequence[int]) -> Any:
     An ordinary `new_group` wants every rank of the world, in the same order. DeepSpeed itself makes
     the expert groups of a pipeline only on the stages that have experts, after which the ranks of
     an ordinary group would wait for each other under different names.
+
+    It gives up waiting when the world would; torch itself lets every further group wait for 30
+    minutes, whatever the script asked for.
     """
-    return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
+    return torch.distributed.new_group(
+        list(ranks), timeout=_world_timeout(), use_local_synchronization=True
+    )
+
+
+def _world_timeout() -> timedelta | None:
+    """How long a collective of the default group waits; None where the backend does not tell."""
+    device = torch.device(get_accelerator().device_name())
+    world = torch.distributed.group.WORLD
+    assert world is not None  # an engine exists
+    options = getattr(world._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def num_group_names() -> int:
