@@ -50,6 +50,18 @@ WAYS = [
     for estimate in ("running", "boundary")
 ]
 
+
+def _half_of_all() -> list[Cell]:
+    """Every pair of mechanism, estimate and ZeRO stage (with a way of checkpointing)."""
+    stages = ((0, "off"), (1, "reentrant"), (2, "non_reentrant"))
+    return [
+        replace(BASE, mechanism=mechanism, estimate=estimate, zero_stage=stage, checkpointing=mode)
+        for at, (mechanism, estimate) in enumerate(WAYS)
+        for stage, mode in stages
+        if (at + at // 2 + stage) % 2 == 0
+    ]
+
+
 CANNOT = {
     "native MoE with ZeRO 3": "refused by DeepSpeed; AutoEP is its way",
     "PipelineEngine with ZeRO 2 or 3": "refused by DeepSpeed",
@@ -184,6 +196,13 @@ def _run(layout: Layout, mpu: Any, cell: Cell, section: dict[str, Any]) -> list[
             counts = [n.tolist() for n in engine.load_balancer.counts().values()]
             engine.step()
         records.append(make_record(recorder, model, weights, grads, l_aux, counts))
+        # Whoever holds the same tokens as another rank is not counted again.
+        num_valid = sum(
+            int(make_batch(cell, window=window, micro_step=m, rank=r).valid_mask.sum())
+            for m in range(cell.gradient_accumulation_steps)
+            for r in range(cell.world_size)
+        )
+        assert engine.load_balancer.metrics()["valid_tokens"] == num_valid
     engine.load_balancer.uninstall()
     engine.destroy()
     return records
@@ -251,17 +270,13 @@ def _strided(layer: dict[str, Any]) -> list[list[int]]:
 
 
 def test_layers_with_different_experts_choices_and_expert_parallel_sizes():
-    cells = [
-        replace(BASE, mechanism=mechanism, estimate=estimate, zero_stage=stage, checkpointing=mode)
-        for mechanism, estimate in WAYS
-        for stage, mode in ((0, "off"), (1, "reentrant"), (2, "non_reentrant"))
-    ]
+    cells = _half_of_all()
     kinds = {"data_parallel": None, "expert_parallel": _neighbours}
     kinds["expert_data_parallel"] = _strided
     runs = [
         (cell, section_of(cell) | {"sync_group": kind})
         for kind in kinds
-        for cell in (cells if kind == "data_parallel" else cells[::4])
+        for cell in (cells if kind == "data_parallel" else cells[::3])
     ]
     results = run_ranks(_check_layout, 4, MIXED, runs, timeout_s=180)
     for index, (cell, section) in enumerate(runs):
@@ -275,11 +290,7 @@ def test_ranks_of_one_sequence_count_as_one(mpu):
     """D is data x sequence ranks over the sequence-parallel size; counts are over all of them."""
     ep_size = 2 if mpu == "sequence" else 1
     layout = Layout(({"num_experts": 8, "ep_size": ep_size}, {"num_experts": 12}), mpu)
-    cells = [
-        replace(BASE, mechanism=mechanism, estimate=estimate, zero_stage=stage, checkpointing=mode)
-        for mechanism, estimate in WAYS
-        for stage, mode in ((0, "off"), (1, "reentrant"), (2, "non_reentrant"))
-    ]
+    cells = _half_of_all()
     runs = [(cell, section_of(cell)) for cell in cells]
     results = run_ranks(_check_layout, 4, layout, runs, timeout_s=180)
     for index, cell in enumerate(cells):
@@ -324,7 +335,7 @@ def test_residual_moe():
     cells = [
         replace(BASE, world_size=2, mechanism=mechanism, estimate=estimate, zero_stage=stage)
         for mechanism, estimate in WAYS
-        for stage in (0, 1, 2)
+        for stage in (1, 2)
     ]
     runs = [(cell, section_of(cell)) for cell in cells]
     results = run_ranks(_check_layout, 2, layout, runs, timeout_s=180)
@@ -342,5 +353,5 @@ def _check_own_group():
 
 def test_a_scripts_own_group_of_some_ranks_does_not_hang_the_installation():
     """Install hung for ever: a rank's other groups are part of the name of a new one."""
-    per_rank = run_ranks(_check_own_group, 4, timeout_s=30)
+    per_rank = run_ranks(_check_own_group, 4)
     assert _wrong(Layout(({"num_experts": 8},)), BASE, per_rank) == []
