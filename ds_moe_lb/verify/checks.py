@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,9 @@ class Line:
         return self.verdict is not None and bool(self.verdict.failures)
 
 
-Windows = Callable[[Session], Sequence[list[WindowRecord]]]
+# The windows of a property by rank; None between two of them = the counts before are forgotten.
+Recorded = list[list[WindowRecord] | None]
+Windows = Callable[[Session], Recorded]
 
 
 class Verification:
@@ -93,13 +95,13 @@ class Verification:
             # window before it is not this property's fault.
             is_first = session.last is None
             previous = session.last
-            recorded = [session.run_window(0), *windows(session)]
+            recorded: Recorded = [session.run_window(0), *windows(session)]
         except Exception as error:
             raise RuntimeError(f"ds-moe-lb verify: error while verifying {name!r}") from error
         verdict = Verdict()
         if dist.get_rank() == 0:
             for number, records in enumerate(recorded):
-                if number > 0 or is_first:
+                if records is not None and (number > 0 or is_first):
                     compare(
                         verdict,
                         records,
@@ -125,7 +127,7 @@ class Verification:
             self._session.close()
             self._session = None
 
-    def _resume(self, session: Session) -> list[list[WindowRecord]]:
+    def _resume(self, session: Session) -> Recorded:
         """Save, then load into another engine that was already training on something else."""
         folder = [tempfile.mkdtemp(dir=self._scratch) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(folder, src=0)
@@ -136,21 +138,22 @@ class Verification:
             path, _ = resumed.engine.load_checkpoint(folder[0], tag=_TAG)
             if path is None:
                 raise RuntimeError(f"the checkpoint just written to {folder[0]} was not found")
-            records = [resumed.run_window(1), resumed.run_window(2)]
+            records: Recorded = [resumed.run_window(1), resumed.run_window(2)]
             resumed.close()
         finally:
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(folder[0], ignore_errors=True)
-        return records
+        # A checkpoint holds no counts of smaller groups, which differ from rank to rank.
+        return records if self._layout.section.sync_group == "data_parallel" else [None, *records]
 
 
-def _plain(session: Session) -> list[list[WindowRecord]]:
+def _plain(session: Session) -> Recorded:
     # Two, because a previous window that is never replaced shows only in the third.
     return [session.run_window(1), session.run_window(2)]
 
 
-def _padding(session: Session) -> list[list[WindowRecord]]:
+def _padding(session: Session) -> Recorded:
     return [
         session.run_window(number, mask_by=mask_by)
         for number, mask_by in enumerate(("used_token", "token_mask"), start=1)
@@ -158,7 +161,7 @@ def _padding(session: Session) -> list[list[WindowRecord]]:
 
 
 def _checkpointing(kind: str) -> Windows:
-    def run(session: Session) -> list[list[WindowRecord]]:
+    def run(session: Session) -> Recorded:
         # The mask is out of scope when its forward is recomputed.
         return [
             session.run_window(number, checkpointing=kind, mask_by=mask_by)
@@ -168,7 +171,7 @@ def _checkpointing(kind: str) -> Windows:
     return run
 
 
-def _evaluation(session: Session) -> list[list[WindowRecord]]:
+def _evaluation(session: Session) -> Recorded:
     def evaluate(how: str) -> Callable[[], None]:
         return lambda: session.evaluate(how=how)
 

@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 MODEL_DIM = 16
 SEQUENCES = 2
 _SHORTEST = 6
+# Keeps router gradients near 0.1, far above the floor of the tolerance and not so large that fp32
+# rounding, which is in proportion to them, comes near it.
+_SPREAD = 0.5
 _SEED = 42
 
 
@@ -134,7 +137,7 @@ def make_batch(*, window: int, micro_step: int, rank: int, is_last: bool, is_pad
     if is_padded:
         valid_mask_BS = torch.rand(SEQUENCES, length, generator=generator) < 0.6
         valid_mask_BS &= not is_last
-    return Batch(noise_BSM + domain_M + common_M, valid_mask_BS)
+    return Batch(_SPREAD * (noise_BSM + domain_M + common_M), valid_mask_BS)
 
 
 def _generator(seed: int) -> torch.Generator:
