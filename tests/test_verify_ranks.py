@@ -5,6 +5,7 @@
 - the command line through DeepSpeed's own launcher (slow).
 """
 
+import io
 import json
 import os
 import random
@@ -12,9 +13,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -160,6 +162,18 @@ def test_accumulation_steps_follow_from_the_batch_sizes_and_auto_is_dropped():
     assert layout.groups(ep_size=1) == [[0, 1, 2, 3]]
 
 
+def test_loss_scales_are_kept_within_what_the_small_model_can_take():
+    for given, expected in (
+        ({}, {"loss_scale": 0, "initial_scale_power": 12}),
+        ({"loss_scale": 65536}, {"loss_scale": 4096, "initial_scale_power": 12}),
+        ({"initial_scale_power": 4}, {"loss_scale": 0, "initial_scale_power": 4}),
+    ):
+        config = {"fp16": {"enabled": True, **given}, "moe_load_balancing": {}}
+        layout = make_layout(config, world_size=1)
+        assert layout.precision == "fp16"
+        assert layout.kept["fp16"] == {"enabled": True, **expected}
+
+
 def test_nan_fails_and_half_precision_tolerances_can_fail():
     verdict = Verdict()
     verdict.note("gradient", float("nan"), 1e-5, "here")
@@ -174,8 +188,9 @@ def test_nan_fails_and_half_precision_tolerances_can_fail():
 # On ranks: no fault, then every fault
 
 
-def _config(section: dict[str, Any], *, stage: int = 1) -> dict[str, Any]:
+def _config(section: dict[str, Any], *, stage: int = 1, **more: Any) -> dict[str, Any]:
     return {
+        **more,
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": stage},
         "moe_load_balancing": section,
@@ -189,7 +204,16 @@ def _check_verify(
     import deepspeed.comm as dist
 
     from ds_moe_lb.verify.checks import Verification
+    from ds_moe_lb.verify.session import Session
 
+    original = Session.__init__
+
+    def scaled(self: Session, layout: Any, **arguments: Any) -> None:
+        original(self, layout, **arguments)
+        if layout.precision == "bf16":  # stands in for fp16, which is refused on CPU
+            self.engine.optimizer.override_loss_scale(1024)
+
+    Session.__init__ = scaled  # type: ignore[method-assign]
     outcomes: list[dict[str, list[str] | str]] = []
     for config, fault in runs:
         layout = make_layout(config, world_size=dist.get_world_size(), ep_size=ep_size)
@@ -264,6 +288,18 @@ def test_faults_are_reported_where_the_plugin_adds_the_gradient():
 
 
 @pytest.mark.ranks
+def test_half_precision_with_a_loss_scale():
+    """Bounds are wide in half precision: the faults must still be outside."""
+    _expect(
+        {"aux_loss_coeff": 0.01},
+        {"loss_scale_forgotten": ALL, "gradient_divided_by_d": ALL, "mask_ignored": MASKED},
+        world_size=2,
+        stage=2,
+        bf16={"enabled": True},
+    )
+
+
+@pytest.mark.ranks
 def test_faults_are_reported_with_counts_of_the_window_before():
     _expect(
         {"estimate": "boundary"},
@@ -296,6 +332,34 @@ def test_one_rank_alone():
 
 # ------------------------------------------------------------------------------------------------
 # The command
+
+
+def _check_exit(config: str, fault: str | None) -> tuple[int, str]:
+    """Exit status and output of the command on this rank."""
+    from ds_moe_lb.cli import main
+    from ds_moe_lb.training import process_group
+
+    output = io.StringIO()
+    with (
+        mock.patch.object(process_group, "leave"),  # the launcher of the tests does it
+        redirect_stdout(output),
+        FAULTS[fault]() if fault else nullcontext(),
+    ):
+        status = main(["verify", "--config", config, "--scratch", tempfile.gettempdir()])
+    return status, output.getvalue()
+
+
+@pytest.mark.ranks
+def test_a_failure_is_the_exit_status_of_every_rank(tmp_path):
+    config = tmp_path / "mine.json"
+    config.write_text(json.dumps(_config({}, stage=2)))
+    results = run_ranks(_check_exit, 2, str(config), "mask_ignored", timeout_s=120)
+    assert [status for status, _ in results] == [1, 1]
+    assert re.search(r"^\W*padding\W+FAIL", results[0][1], re.MULTILINE), results[0][1]
+    assert re.search(r"^\W*evaluation\W+pass", results[0][1], re.MULTILINE)
+    assert f"FAILED: {len(MASKED)} of {len(ALL)}" in results[0][1]
+    assert "padding: window 1, layer 0, rank 0: counts: off by" in results[0][1]
+    assert results[1][1] == ""  # one table, not one for each rank
 
 
 def _run_command(config: Path, *, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from unittest import mock
 import deepspeed.comm as dist
 import torch
 
-from ds_moe_lb import installation
+from ds_moe_lb import _compat, installation
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.counts import CountLayout
 from ds_moe_lb.estimates import BalanceCounts
@@ -193,4 +193,11 @@ def expert_groups_swapped() -> Iterator[None]:
         return original(name, *args, kind=other[kind], **kwargs)
 
     with mock.patch.object(installation, "expert_group_ranks", swapped):
+        yield
+
+
+@_fault
+def loss_scale_forgotten() -> Iterator[None]:
+    """The injected gradient is not scaled as the main loss is."""
+    with mock.patch.object(_compat, "loss_scale", lambda engine: 1.0):
         yield
