@@ -17,6 +17,7 @@ Shape legend: T tokens of one rank's micro-batch, E experts, K choices per token
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,15 +54,21 @@ class LayerWindow:
     def num_ranks(self) -> int:
         return len(self.calls[0])
 
+    @cached_property
+    def selections_per_call(self) -> Tensor:
+        """Selections by valid tokens of each micro-step and rank, ``(G, R, E)`` int64."""
+        rows = [
+            torch.bincount(
+                call.selections_TK[call.valid_T].reshape(-1), minlength=len(self.weight_EM)
+            )
+            for calls in self.calls
+            for call in calls
+        ]
+        return torch.stack(rows).view(len(self.calls), self.num_ranks, -1)
+
     def counts_of(self, ranks: Sequence[int], micro_steps: Sequence[int]) -> Tensor:
-        """Selections by the valid tokens of these ranks in these micro-steps, ``(E,)`` int64."""
-        counts_E = torch.zeros(len(self.weight_EM), dtype=torch.int64)
-        for m in micro_steps:
-            for rank in ranks:
-                call = self.calls[m][rank]
-                chosen = call.selections_TK[call.valid_T].reshape(-1)
-                counts_E += torch.bincount(chosen, minlength=len(counts_E))
-        return counts_E
+        """The same summed over these ranks and micro-steps, ``(E,)``."""
+        return self.selections_per_call[list(micro_steps)][:, list(ranks)].sum(dim=(0, 1))
 
     def probs(self, call: Call) -> Tensor:
         """Router probabilities of a call's valid tokens, ``(valid T, E)`` fp64."""
