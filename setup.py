@@ -34,7 +34,14 @@ EXTRAS = {
     # matplotlib 3.8 is the first that runs with NumPy 2.
     "report": ["matplotlib>=3.8", "rich>=13.0"],
     # Formatters and checkers change their verdicts between releases; launch/constraints.txt pins.
-    "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.9", "mypy>=1.14", "setuptools>=77.0"],
+    "dev": [
+        "pytest>=8.0",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "ruff>=0.9",
+        "mypy>=1.14",
+        "setuptools>=77.0",
+    ],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
 

@@ -5,6 +5,7 @@ This is the only file that knows JSON keys. Everything else receives a :class:`L
 """
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -26,6 +27,10 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "valid_tokens": ("labels",),
 }
 _NOT_YET_NON_DEFAULT = ("micro_batch_weight", "z_loss_coeff", "bias_update_rate", "schedule")
+
+# Values in messages: one line, and no more of it than helps.
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = 80
 
 
 class _Section(BaseModel):
@@ -89,7 +94,7 @@ def parse_section(section: Any) -> LoadBalancingConfig:
     """Validate the section's content; raises ValueError as :func:`parse_config` does."""
     if not isinstance(section, Mapping):
         raise ValueError(
-            f"{SECTION}: got {section!r}, expected an object such as "
+            f"{SECTION}: got {_brief.repr(section)}, expected an object such as "
             f'{{"scope": "global_batch", "estimate": "running"}}'
         )
     try:
@@ -105,7 +110,9 @@ def _checked_keys(section: Mapping[Any, Any]) -> dict[str, Any]:
     """JSON objects have string keys; a dict handed over in Python need not."""
     for key in section:
         if not isinstance(key, str):
-            raise ValueError(f"{SECTION}: got the key {key!r}, expected one of {_allowed_keys(())}")
+            raise ValueError(
+                f"{SECTION}: got the key {_brief.repr(key)}, expected one of {_allowed_keys(())}"
+            )
     return dict(section)
 
 
@@ -133,13 +140,18 @@ def _allowed_keys(path: tuple[str | int, ...]) -> str:
 def _explain(item: Any) -> str:
     """One pydantic error as one line: section.key: got value, expected what."""
     path: tuple[str | int, ...] = item["loc"]
-    where = ".".join([SECTION, *map(str, path)])
+    where = ".".join([SECTION, *map(_name, path)])
     if item["type"] == "extra_forbidden":
         fields = list(_model_at(path[:-1]).model_fields)
         nearest = difflib.get_close_matches(str(path[-1]), fields, n=1, cutoff=0.5)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         return f"{where}: unknown key.{hint} Allowed keys: {_allowed_keys(path[:-1])}"
-    return f"{where}: got {item['input']!r}, expected {_expected(path, item)}"
+    return f"{where}: got {_brief.repr(item['input'])}, expected {_expected(path, item)}"
+
+
+def _name(key: str | int) -> str:
+    """A key as it is, or quoted where it would break the line or could not be printed."""
+    return str(key) if isinstance(key, int) or key.isidentifier() else ascii(key)
 
 
 def _expected(path: tuple[str | int, ...], item: Any) -> str:
@@ -179,8 +191,8 @@ def _refuse_not_yet(config: LoadBalancingConfig) -> None:
         value = getattr(config, key)
         if value != getattr(defaults, key):
             raise ValueError(
-                f"{SECTION}.{key}: got {value!r}, but only {getattr(defaults, key)!r} is available "
-                f"in this version of ds_moe_lb"
+                f"{SECTION}.{key}: got {_brief.repr(value)}, but only "
+                f"{getattr(defaults, key)!r} is available in this version of ds_moe_lb"
             )
 
 
