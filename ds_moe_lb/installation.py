@@ -1,5 +1,6 @@
 """Switching the plugin on and off: the only file that changes an engine."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -251,6 +252,11 @@ class _Installation:
         if path is None:
             return path, client_state
         own = client_state.pop(SECTION, None) if client_state else None
+        arguments = inspect.signature(self._engine.__class__.load_checkpoint).bind_partial(
+            self._engine, *args, **kwargs
+        )
+        if arguments.arguments.get("load_module_only"):
+            own = None  # weights to start another training from, perhaps on other data
         # DeepSpeed saves no partial gradients, so whatever was accumulated is void: a new window
         # begins.
         self._balancer.start_window()
