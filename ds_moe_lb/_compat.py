@@ -11,6 +11,9 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe import sharded_moe
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import groups
 from packaging.version import Version
@@ -31,10 +34,19 @@ _ENGINE_NAMES = {
     "global_steps": "tells one accumulation window from the next",
     "skipped_steps": "tells a step that overflowed from one that was applied",
     "global_samples": "abscissa of DeepSpeed's own monitor events",
+    "mesh_device": "a sequence-parallel mesh is refused",
+    "torch_autocast_z0_gradscaler": "scales the loss under autocast without ZeRO",
     "is_compiled": "a compiled engine is refused",
     "monitor": "DeepSpeed's monitor, which writes the reports",
     "_config": "holds the JSON as the engine read it",
 }
+
+
+_MODULE_NAMES = (
+    (sharded_moe, "F", "gate.py puts an observer of softmax and one_hot in its place"),
+    (ZeROOptimizer, "scale_if_loss", "tells the loss scale"),
+    (MonitorMaster, "write_events", "writes the reports"),
+)
 
 
 def in_backward() -> bool:
@@ -115,9 +127,9 @@ def loss_scale(engine: Any) -> torch.Tensor | float:
     """
     with torch.enable_grad():
         one = torch.ones((), device=engine.device, requires_grad=True) * 1.0
-        if hasattr(engine.optimizer, "scale_if_loss"):
+        if isinstance(engine.optimizer, ZeROOptimizer):
             return engine.optimizer.scale_if_loss(one).detach()
-        scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+        scaler = engine.torch_autocast_z0_gradscaler
         return scaler.scale(one).detach() if scaler is not None else 1.0
 
 
@@ -137,6 +149,9 @@ def check_host(engine: Any) -> list[str]:
         missing.append("DeepSpeedConfig._param_dict (the JSON with its custom sections)")
     if not hasattr(torch.distributed.distributed_c10d._world, "pg_names"):
         missing.append("torch.distributed's pg_names (the name of a process group depends on it)")
+    for owner, name, why in _MODULE_NAMES:
+        if not hasattr(owner, name):
+            missing.append(f"{owner.__name__}.{name} ({why})")
     for getter in _EXPERT_GROUP_GETTER.values():
         if not hasattr(groups, getter):
             missing.append(f"deepspeed.utils.groups.{getter} (an MoE layer's ranks)")

@@ -49,6 +49,8 @@ class LoadBalancer:
         self.config = config
         self.replaces_l_aux = config.scope != "none"
         self.micro_step: MicroStep | None = None
+        self._outer: list[tuple[MicroStep | None, bool]] = []
+        self._has_grad = False
         self.current_token_mask: Tensor | None = None
         self.gradient_scale: Tensor | float = 0.0
         self.layout = layout
@@ -73,6 +75,7 @@ class LoadBalancer:
         self._forget_calls: Callable[[], None] = _nothing
         self._watches_gradient = self.replaces_l_aux and config.aux_loss_coeff is None
         self._l_aux_had_gradient = False
+        self._is_unseen_reported = False
         self.start_window()
 
     # what scripts call
@@ -115,6 +118,11 @@ class LoadBalancer:
             raise ValueError(
                 f"LoadBalancer.token_mask: got {got}, expected a bool tensor (True = counts)"
             )
+        if self.config.valid_tokens == "all":
+            raise ValueError(
+                "LoadBalancer.token_mask: moe_load_balancing.valid_tokens is 'all', which counts "
+                "every token; set it to 'mask' or do without the block"
+            )
         before = self.current_token_mask
         self.current_token_mask = valid_mask
         try:
@@ -147,13 +155,21 @@ class LoadBalancer:
         self._uninstall = uninstall
 
     def before_forward(self, *, training: bool) -> None:
-        """The root module's forward begins; decides whether it is a micro-step."""
-        if _compat.in_backward():
-            return
-        self.micro_step = None
+        """The root module's forward begins; decides whether it is a micro-step.
+
+        A model that calls itself inside its forward goes on with the micro-step under way, or,
+        without grad, is left out of it.
+        """
+        self._outer.append((self.micro_step, self._has_grad))
+        self._has_grad = torch.is_grad_enabled()
+        is_outermost = len(self._outer) == 1
+        if not training or not torch.is_grad_enabled() or _compat.in_backward():
+            self.micro_step = None
+        elif is_outermost:
+            self._begin_micro_step()
+
+    def _begin_micro_step(self) -> None:
         self._forget_calls()
-        if not training or not torch.is_grad_enabled():
-            return
         self.close_window_if_stepped()
         for router in self._routers:
             router.retire()
@@ -166,12 +182,21 @@ class LoadBalancer:
             )
 
     def after_forward(self) -> None:
-        """The root module's forward has ended."""
-        if self.micro_step is None or _compat.in_backward():
+        """The root module's forward has ended; not called where it raised."""
+        if self.micro_step is None or len(self._outer) > 1:
             return
-        micro_step, self.micro_step = self.micro_step, None
-        self.balance.end_micro_step(micro_step)
-        self.monitor.end_micro_step(micro_step)
+        self.balance.end_micro_step(self.micro_step)
+        self.monitor.end_micro_step(self.micro_step)
+
+    def leave_forward(self) -> None:
+        """The root module's forward is over, whether it ended or raised."""
+        if self._outer:
+            self.micro_step, self._has_grad = self._outer.pop()
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether a backward can follow the forward under way, however its blocks turn grad off."""
+        return self._has_grad if self._outer else torch.is_grad_enabled()
 
     def close_window_if_stepped(self) -> None:
         """End the window if the engine took, or skipped, an optimizer step since it began.
@@ -182,7 +207,9 @@ class LoadBalancer:
         """
         if self.engine.global_steps == self._first_step:
             return
-        if self.balance.window.num_micro_steps > 0:
+        if self.balance.window.num_micro_steps == 0:
+            self._warn_if_unseen()
+        else:
             self.balance.close_window(applied=self.engine.skipped_steps == self._first_skipped)
             self.monitor.close_window(self.balance.window, engine=self.engine)
             self._warn_if_unused()
@@ -192,11 +219,10 @@ class LoadBalancer:
         """Begin a window with nothing in it: after an optimizer step, or a loaded checkpoint."""
         self._first_step: int = self.engine.global_steps
         self._first_skipped: int = self.engine.skipped_steps
-        self.micro_step = None
         self.balance.start_window(gas=self.engine.gradient_accumulation_steps())
         self.monitor.begin_window(next_step=self._first_step + 1)
         for router in self._routers:
-            router.retire(everything=True)
+            router.forget_all()
 
     def watch_gradient(self, l_aux: Tensor) -> None:
         """In the first window, note whether the script makes any use of ``l_aux``."""
@@ -205,6 +231,18 @@ class LoadBalancer:
 
     def _note_gradient(self, grad: Tensor) -> None:
         self._l_aux_had_gradient = True
+
+    def _warn_if_unseen(self) -> None:
+        if self._is_unseen_reported:
+            return
+        self._is_unseen_reported = True
+        log_dist(
+            "moe_load_balancing: an optimizer step without any training forward of the engine's "
+            "model; nothing was balanced or measured. Only what runs through engine(...), that is "
+            "the forward of the root module with grad enabled, is seen.",
+            ranks=[0],
+            level=logging.WARNING,
+        )
 
     def _warn_if_unused(self) -> None:
         if self._watches_gradient and not self._l_aux_had_gradient:

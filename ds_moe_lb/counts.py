@@ -150,15 +150,21 @@ class MicroStep:
         index: m, 1 for the first micro-step of the window.
         counts_F: local counts, int64.
         calls: calls of each layer in this forward.
+        global_counts_F: counts of the balance group, as far as they were reduced, int64.
+        slopes_F: ``w E f`` of all layers, fp32, where they are made together; None until then.
         prob_sum_F: local sums of valid probabilities, fp32; None in windows without a report.
         used_L: where the values of the balancing terms are summed up, fp64; None likewise.
+        has_ended: the forward came to its end.
     """
 
     index: int
     counts_F: Tensor
     calls: list[int]
+    global_counts_F: Tensor
+    slopes_F: Tensor | None = None
     prob_sum_F: Tensor | None = None
     used_L: Tensor | None = None
+    has_ended: bool = False
 
 
 @dataclass
@@ -167,18 +173,23 @@ class CompleteWindow:
 
     Attributes:
         counts_F: ``(F,)`` int64.
-        calls_per_micro_step: for each layer; 1 unless the model calls it several times per forward.
+        fullness: each layer's calls over the G of that time: 1, unless the window ended early or
+            the model calls the layer more or less often than once per forward.
     """
 
     counts_F: Tensor
-    calls_per_micro_step: list[float]
+    fullness: list[float]
 
     def slopes(self, layout: CountLayout, *, num_ranks_L: Tensor, gas: int) -> Tensor:
-        """``w E f`` of all layers with f over this window and ``w = D G / N``; ``(F,)`` fp32."""
+        """``w E f`` of all layers with f over this window, ``w = D G / N``; ``(F,)`` fp32.
+
+        N is what a full window would have had, so that one which ended early does not make the
+        next one's balancing stronger.
+        """
         tokens_L = layout.num_tokens(self.counts_F)
-        weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L * gas)
-        calls_L = torch.tensor(self.calls_per_micro_step, dtype=torch.float64).to(weight_L.device)
-        return layout.slopes(self.counts_F, weight_L * calls_L)
+        fullness_L = torch.tensor(self.fullness, dtype=torch.float64).to(num_ranks_L.device)
+        weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L * gas * fullness_L)
+        return layout.slopes(self.counts_F, weight_L)
 
 
 @dataclass
@@ -206,19 +217,27 @@ class Window:
         self.calls = [0] * len(self.layout.layers)
 
     def begin_micro_step(self) -> MicroStep:
-        """Open the record of the next counted forward."""
-        self.num_micro_steps += 1
-        return MicroStep(self.num_micro_steps, self.layout.zeros(), [0] * len(self.calls))
+        """Open the record of the next counted forward; it belongs to the window once it has ended.
+
+        A forward that raises is never heard of again.
+        """
+        layout = self.layout
+        return MicroStep(
+            self.num_micro_steps + 1, layout.zeros(), [0] * len(self.calls), layout.zeros()
+        )
 
     def add(self, micro_step: MicroStep, *, layer: int, counts_E: Tensor) -> None:
         """Count one call of one layer on this rank."""
         micro_step.counts_F[self.layout.count_slices[layer]] += counts_E
         micro_step.calls[layer] += 1
-        self.calls[layer] += 1
 
     def end_micro_step(self, micro_step: MicroStep) -> None:
-        """Close the record: the model's forward has ended."""
+        """The model's forward has ended: take its record in."""
+        micro_step.has_ended = True
+        self.num_micro_steps += 1
+        self.calls = [sum(both) for both in zip(self.calls, micro_step.calls, strict=True)]
         self.local_F += micro_step.counts_F
+        self.global_F += micro_step.global_counts_F
 
     def running_slopes(
         self, micro_step: MicroStep, global_counts_F: Tensor, *, num_ranks_L: Tensor
@@ -236,15 +255,17 @@ class Window:
             weight_L = weight_L * torch.tensor(micro_step.calls).clamp(min=1).to(weight_L.device)
         return self.layout.slopes(self.global_F, weight_L)
 
-    def running_slope(self, *, layer: int, global_counts_E: Tensor, num_ranks: float) -> Tensor:
-        """The same for one call of one layer, whose counts were reduced by themselves; ``(E,)``."""
+    def running_slope(
+        self, micro_step: MicroStep, *, layer: int, global_counts_E: Tensor, num_ranks: float
+    ) -> Tensor:
+        """The same for one call of one layer in a forward under way; ``(E,)``."""
         where = self.layout.count_slices[layer]
-        self.global_F[where] += global_counts_E
+        micro_step.global_counts_F[where] += global_counts_E
         tokens = global_counts_E.sum().double() / self.layout.layers[layer].top_k
         weight = loss.token_weight(tokens, numerator=num_ranks)
-        return loss.balance_slope(self.global_F[where], token_weight=weight)
+        so_far_E = self.global_F[where] + micro_step.global_counts_F[where]
+        return loss.balance_slope(so_far_E, token_weight=weight)
 
-    def complete(self, global_counts_F: Tensor) -> CompleteWindow:
+    def complete(self, global_counts_F: Tensor, *, gas: int) -> CompleteWindow:
         """The finished window, given its counts summed over the balance group."""
-        micro_steps = max(self.num_micro_steps, 1)
-        return CompleteWindow(global_counts_F, [calls / micro_steps for calls in self.calls])
+        return CompleteWindow(global_counts_F, [calls / gas for calls in self.calls])

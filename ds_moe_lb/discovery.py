@@ -22,14 +22,14 @@ def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
             f"{SECTION}: the engine is compiled already (engine.compile()), which is not "
             f"supported; remove the section or do not compile"
         )
-    mesh = getattr(engine, "mesh_device", None)
+    mesh = engine.mesh_device
     if mesh is not None and mesh.mesh.dim() > 1 and mesh.mesh.shape[1] > 1:
         raise ValueError(
             f"{SECTION}: mesh_param / sequence_parallel_size is not supported: DeepSpeed does not "
             f"reduce gradients over its sequence ranks. Use an mpu with sequence-parallel groups"
         )
     if config.monitor.image_interval:
-        if not getattr(engine.monitor.monitor_config.tensorboard, "enabled", False):
+        if not engine.monitor.monitor_config.tensorboard.enabled:
             raise ValueError(
                 f"{SECTION}.monitor.image_interval: got {config.monitor.image_interval}, but "
                 f"pictures go to TensorBoard only; add "

@@ -31,6 +31,7 @@ Reduction = Literal["at_gate", "after_forward", "none"]
 _STATE_VERSION = 1
 # A window that never ends (forwards without a step) must not pile up what is checked at its end.
 _MAX_UNCHECKED = 4096
+_MAX_UNSETTLED = 64
 
 
 @dataclass(eq=False)
@@ -134,7 +135,6 @@ class BalanceCounts:
         self.window = Window(self.layout)
         self._gas = gas
         self._arrivals: deque[tuple[MicroStep, Arrival]] = deque()
-        self._slopes: dict[int, Tensor] = {}
 
     def add_call(self, micro_step: MicroStep, counts_E: Tensor, *, layer: int) -> CallCounts:
         """Count one call of one layer; launches its own reduction where it has one."""
@@ -161,6 +161,8 @@ class BalanceCounts:
                 self, micro_step.counts_F, step=micro_step.index, calls=micro_step.calls
             )
             self._arrivals.append((micro_step, arrival))
+            if len(self._arrivals) > _MAX_UNSETTLED:
+                self._settle_oldest()
         elif micro_step.used_L is not None:
             self._note_used(micro_step, self._previous_slopes(self.previous))
 
@@ -193,7 +195,9 @@ class BalanceCounts:
             window = self.window
             arrival = Arrival(self, window.local_F, step=window.num_micro_steps, calls=window.calls)
             if applied:
-                self.previous = PreviousWindow(window.complete(window.local_F), arrival)
+                self.previous = PreviousWindow(
+                    window.complete(window.local_F, gas=self._gas), arrival
+                )
             else:
                 arrival.wait()
 
@@ -215,11 +219,12 @@ class BalanceCounts:
             header_13 = message[layer.num_experts :].unsqueeze(0)
             self.expect(PositionCheck(header_13, [x], [call.layer]))
             return self.window.running_slope(
+                call.micro_step,
                 layer=call.layer,
                 global_counts_E=message[: layer.num_experts],
                 num_ranks=self.reducer.groups[call.layer].num_ranks,
             )
-        while call.micro_step.index not in self._slopes:
+        while call.micro_step.slopes_F is None:
             if not self._arrivals:
                 raise RuntimeError(
                     f"moe_load_balancing: backward reached layer {layer.name!r} before the model's "
@@ -227,7 +232,7 @@ class BalanceCounts:
                     f"forward, or set aux_loss_coeff to null and add coefficient * l_aux yourself"
                 )
             self._settle_oldest()
-        return self._slopes[call.micro_step.index][where]
+        return call.micro_step.slopes_F[where]
 
     def _previous_slopes(self, previous: PreviousWindow) -> Tensor:
         return previous.slopes(self.layout, num_ranks_L=self._num_ranks_L, gas=self._gas)
@@ -238,7 +243,7 @@ class BalanceCounts:
         slopes_F = self.window.running_slopes(
             micro_step, arrival.wait(), num_ranks_L=self._num_ranks_L
         )
-        self._slopes[micro_step.index] = slopes_F
+        micro_step.slopes_F = slopes_F
         self._note_used(micro_step, slopes_F)
 
     def _note_used(self, micro_step: MicroStep, slopes_F: Tensor) -> None:
@@ -261,10 +266,10 @@ class BalanceCounts:
         }
         if self.previous is not None and self._saves_state:
             window, place = self.previous.wait(), self._place
-            calls_L = torch.tensor(window.calls_per_micro_step, dtype=torch.float64)
-            calls_L = place.gather(place.embed_layers(calls_L.to(self.layout.device)))
+            fullness_L = torch.tensor(window.fullness, dtype=torch.float64)
+            fullness_L = place.gather(place.embed_layers(fullness_L.to(self.layout.device)))
             state["previous_counts"] = place.gather(place.embed_counts(window.counts_F)).cpu()
-            state["calls_per_micro_step"] = calls_L.tolist()
+            state["previous_fullness"] = fullness_L.tolist()
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> str | None:
@@ -284,8 +289,8 @@ class BalanceCounts:
             )
         if "previous_counts" in state and self._keeps_previous and self._saves_state:
             counts_F = state["previous_counts"][self._place.counts].to(self.layout.device)
-            calls = state["calls_per_micro_step"][self._place.layers]
-            self.previous = PreviousWindow(CompleteWindow(counts_F, calls))
+            fullness = state["previous_fullness"][self._place.layers]
+            self.previous = PreviousWindow(CompleteWindow(counts_F, fullness))
         if state["micro_steps_begun"]:
             return (
                 f"the checkpoint was saved {state['micro_steps_begun']} micro-steps into an "

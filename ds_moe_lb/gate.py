@@ -86,11 +86,14 @@ class _ObservedFunctional:
     def __getattr__(self, name: str) -> Any:
         return getattr(nn.functional, name)
 
-    def softmax(self, *args: Any, **kwargs: Any) -> Tensor:
-        probs_TE = nn.functional.softmax(*args, **kwargs)
+    def softmax(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        probs_TE = nn.functional.softmax(logits, *args, **kwargs)
         observer = self.observer
         if observer is not None and observer.probs_TE is None:
             observer.probs_TE = probs_TE
+            if probs_TE.dtype.itemsize < 4:  # under autocast; the loss is made in fp32
+                with torch.autocast(logits.device.type, enabled=False):
+                    observer.probs_TE = nn.functional.softmax(logits.float(), *args, **kwargs)
         return probs_TE
 
     def one_hot(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -138,7 +141,11 @@ class GlobalBatchTopKGate(TopKGate):
             outputs = list(super().forward(input, used_token, sparse_routes, use_tutel))
         probs_TE, routed_E = seen.require(), outputs[-1]
         call = router.open_call(
-            probs_TE, routed_counts_E=routed_E, used_token=used_token, count=seen.count
+            probs_TE,
+            routed_counts_E=routed_E,
+            used_token=used_token,
+            count=seen.count,
+            is_trainable=self.wg.weight.requires_grad,
         )
         scores_at = 5 if sparse_routes else 1
         outputs[scores_at] = call.inject_into(outputs[scores_at])

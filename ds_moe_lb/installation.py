@@ -160,10 +160,7 @@ class _Installation:
     def apply(self) -> None:
         balancer, root = self._balancer, self._engine.module
         frozen = [not moe.gate.wg.weight.requires_grad for moe in self._moe_layers]
-        routers = [
-            Router(layer, balancer, frozen=is_frozen)
-            for layer, is_frozen in zip(balancer.layout.layers, frozen, strict=True)
-        ]
+        routers = [Router(layer, balancer) for layer in balancer.layout.layers]
         for moe, router in zip(self._moe_layers, routers, strict=True):
             gate.attach(moe.gate, router)
             self._handles.append(moe.register_forward_hook(gate.finish_moe_layer))
@@ -175,7 +172,12 @@ class _Installation:
             balancer.after_forward()
 
         self._handles.append(root.register_forward_pre_hook(before_forward))
+
+        def leave_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+            balancer.leave_forward()
+
         self._handles.append(root.register_forward_hook(after_forward))
+        self._handles.append(root.register_forward_hook(leave_forward, always_call=True))
         # All ranks come back from these together. A pipeline's own `step` is not for callers, and
         # its next forward would be too late: there a stage waits for the one before it.
         is_pipeline = isinstance(self._engine, PipelineEngine)

@@ -64,12 +64,17 @@ class BalanceMonitor:
         """Give the micro-step the places where it notes its sums, if its window is reported."""
         if self._sums is not None:
             micro_step.prob_sum_F = self._layout.zeros(torch.float32)
-            micro_step.used_L = self._sums.used_L
+            micro_step.used_L = torch.zeros_like(self._sums.used_L)
 
     def end_micro_step(self, micro_step: MicroStep) -> None:
         """Take in a finished forward."""
-        if self._sums is not None and micro_step.prob_sum_F is not None:
-            self._sums.add(micro_step, micro_step.prob_sum_F)
+        prob_sum_F, used_L = micro_step.prob_sum_F, micro_step.used_L
+        if self._sums is not None and prob_sum_F is not None and used_L is not None:
+            self._sums.add(micro_step, prob_sum_F)
+            # What becomes known in backward goes straight to the sums; a forward that raises never
+            # gets here.
+            self._sums.used_L += used_L
+            micro_step.used_L = self._sums.used_L
 
     def close_window(self, window: Window, *, engine: Any) -> None:
         """Reduce and write the report, if one is due. Collective over all ranks with its window."""
@@ -90,11 +95,11 @@ class BalanceMonitor:
         number_L = number_L.clamp(min=1)
         per_layer["lbl_micro_batch"] = lbl_L / number_L
         per_layer["max_violation_micro_batch"] = violation_L / number_L
+        weight = self._count_group.num_ranks * max(window.num_micro_steps, 1)
         if self._used == "own":
-            weight = self._count_group.num_ranks * max(window.num_micro_steps, 1)
             per_layer["lbl_used"] = used_L / weight
         elif self._used == "micro_batch":
-            per_layer["lbl_used"] = per_layer["lbl_micro_batch"]
+            per_layer["lbl_used"] = lbl_L / weight
         self.last_load_F = load_F
         self.last_report = self._flatten(per_layer)
         self._num_reports += 1
@@ -137,10 +142,7 @@ class BalanceMonitor:
         ]
 
     def _write_image(self, engine: Any, samples: int) -> None:
-        tensorboard = getattr(engine.monitor, "tb_monitor", None)
-        writer = getattr(tensorboard, "summary_writer", None)
-        if writer is None:
-            return
+        writer = engine.monitor.tb_monitor.summary_writer
         from ds_moe_lb.report.load_image import load_heat_map
 
         assert self.last_load_F is not None

@@ -35,8 +35,9 @@ class CountGroup:
 class GroupFactory:
     """Creates the plugin's process groups; only the members of a group take part.
 
-    They are never destroyed: torch would give the name of a destroyed group to the next one of the
-    same ranks, which would then find the old one's addresses in the store.
+    They are kept for the life of the process, for the next installation too: torch would give the
+    name of a destroyed group to the next one of the same ranks, which would then find the old one's
+    addresses in the store.
 
     Args:
         model_groups: the host's groups which together connect all ranks that will share a group
@@ -44,7 +45,7 @@ class GroupFactory:
     """
 
     def __init__(self, model_groups: Sequence[ProcessGroup]) -> None:
-        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+        self._made = _groups_of_this_world()
         _align_group_names(model_groups)
 
     def create(self, ranks: Sequence[int], *, replicas: int = 1) -> CountGroup:
@@ -58,6 +59,17 @@ class GroupFactory:
         if len(members) > 1 and members not in self._made:
             self._made[members] = _compat.new_group(members)
         return CountGroup(members, self._made.get(members), len(members) / replicas)
+
+
+_kept: dict[Any, dict[tuple[int, ...], ProcessGroup]] = {}
+
+
+def _groups_of_this_world() -> dict[tuple[int, ...], ProcessGroup]:
+    """Ranks to group, as made since the process group of the world was initialised."""
+    world = dist.get_world_group()
+    if world not in _kept:
+        _kept.clear()
+    return _kept.setdefault(world, {})
 
 
 def _align_group_names(model_groups: Sequence[ProcessGroup]) -> None:

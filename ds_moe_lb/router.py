@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_lb import _compat, loss
-from ds_moe_lb.counts import RouterLayer
+from ds_moe_lb.counts import MicroStep, RouterLayer
 from ds_moe_lb.estimates import CallCounts
 from ds_moe_lb.inject import inject
 
@@ -23,29 +23,38 @@ if TYPE_CHECKING:
 # Forwards whose backward is still to come: one as a rule, a few in pipelines. A forward that is
 # never followed by a backward stays until the window ends, so the number is bounded.
 _MAX_RECORDS = 256
+_MAX_UNCOUNTED = 16
 
 
 @dataclass(eq=False)
 class CallRecord:
-    """What a counted call leaves for its backward and for its recompute; of the size of E.
+    """What a call leaves for its backward and for its recompute; of the size of E.
 
     Attributes:
-        counts: the counts it made, from which its slope follows.
         routed_counts_E: counts over all tokens, as the parent reported them; recognises the
             recompute.
+        num_tokens: T.
         token_mask_T: mask of `LoadBalancer.token_mask`, kept because a recompute runs outside of
             it.
-        gradient_scale: from slope to gradient: coefficient, 1/G and loss scale.
+        scale: from slope to gradient: coefficient, 1/G and loss scale.
+        counts: the counts it made, from which its slope follows; None if it was not counted.
         seen_backward: backward has reached this call.
         is_injected: its gradient was added.
     """
 
-    counts: CallCounts
     routed_counts_E: Tensor
+    num_tokens: int
     token_mask_T: Tensor | None
-    gradient_scale: Tensor | float
+    scale: Tensor | float
+    counts: CallCounts | None = None
     seen_backward: bool = False
     is_injected: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a backward may still come, for all that is known."""
+        has_ended = self.counts is None or self.counts.micro_step.has_ended
+        return has_ended and not self.seen_backward
 
 
 @dataclass(eq=False)
@@ -58,6 +67,7 @@ class RouterCall:
         probs_TE: ``(T, E)`` router probabilities with their graph.
         valid_mask_T: ``(T,)`` bool, None = all tokens count.
         counts_E: counts of this very pass over valid tokens.
+        is_trainable: the router's own weight takes a gradient.
     """
 
     router: "Router"
@@ -65,20 +75,23 @@ class RouterCall:
     probs_TE: Tensor
     valid_mask_T: Tensor | None
     counts_E: Tensor
+    is_trainable: bool
     prob_sum_E: Tensor | None = None
 
     def inject_into(self, scores: Tensor) -> Tensor:
         """Attach the balancing gradient to the scores where the plugin itself adds the loss."""
-        record, balance = self.record, self.router.balancer.balance
-        if record is None or not self.router.injects or not torch.is_grad_enabled():
+        record, balancer = self.record, self.router.balancer
+        if record is None or not balancer.config.aux_loss_coeff or not self.is_trainable:
+            return scores
+        if not torch.is_grad_enabled():
             return scores
 
         def gradient() -> Tensor | None:
             # A forward with several outputs may see several backward passes, each through here.
-            if record.is_injected:
+            if record.is_injected or record.counts is None:
                 return None
             record.is_injected = record.seen_backward = True
-            return balance.slope(record.counts) * record.gradient_scale
+            return balancer.balance.slope(record.counts) * record.scale
 
         return inject(scores, self.probs_TE, gradient_E=gradient, valid_mask_T=self.valid_mask_T)
 
@@ -100,9 +113,9 @@ class RouterCall:
 
     def finish(self, l_aux: Tensor) -> Tensor:
         """Await the counts and return this rank's balancing term ``sum_i w E f_i prob_sum_i``."""
-        if self.record is None or self.prob_sum_E is None:
+        counts = self.record.counts if self.record is not None else None
+        if counts is None or self.prob_sum_E is None:
             return l_aux
-        counts = self.record.counts
         l_aux = torch.dot(self.router.balancer.balance.slope(counts), self.prob_sum_E)
         self.router.balancer.watch_gradient(l_aux)
         if counts.micro_step.used_L is not None and not _compat.in_backward():
@@ -116,14 +129,13 @@ class Router:
     Args:
         layer: what the layer is.
         balancer: the handle it belongs to.
-        frozen: the router's weight takes no gradient, so nothing is injected.
     """
 
-    def __init__(self, layer: RouterLayer, balancer: "LoadBalancer", *, frozen: bool) -> None:
+    def __init__(self, layer: RouterLayer, balancer: "LoadBalancer") -> None:
         self.layer = layer
         self.balancer = balancer
-        self.injects = bool(balancer.config.aux_loss_coeff) and not frozen
-        self._records: deque[CallRecord] = deque(maxlen=_MAX_RECORDS)
+        self._counted: deque[CallRecord] = deque(maxlen=_MAX_RECORDS)
+        self._uncounted: deque[CallRecord] = deque(maxlen=_MAX_UNCOUNTED)
 
     def open_call(
         self,
@@ -132,6 +144,7 @@ class Router:
         routed_counts_E: Tensor,
         used_token: Tensor | None,
         count: Callable[[Tensor], Tensor],
+        is_trainable: bool,
     ) -> RouterCall:
         """Take in one pass through the router: count it, or recognise it as a recompute.
 
@@ -140,50 +153,75 @@ class Router:
             routed_counts_E: ``(E,)`` int64 pre-drop counts as the host reports them.
             used_token: the host's mask, ``(T,)``, non-zero = counts.
             count: from a ``(T,)`` valid mask to ``(E,)`` int64 counts of this pass.
+            is_trainable: the router's own weight takes a gradient.
         """
-        recomputed = self._recognise(routed_counts_E) if _compat.in_backward() else None
-        token_mask = recomputed.token_mask_T if recomputed else self.balancer.current_token_mask
+        balancer, num_tokens = self.balancer, probs_TE.shape[0]
+        in_backward = _compat.in_backward()
+        record = self._recognise(routed_counts_E, num_tokens) if in_backward else None
+        token_mask = record.token_mask_T if record else balancer.current_token_mask
         valid_mask_T = self._valid_mask(probs_TE, used_token=used_token, token_mask=token_mask)
         if valid_mask_T is not None:
             counts_E = count(valid_mask_T)
         elif used_token is not None:  # valid_tokens "all": the host has left the masked ones out
-            counts_E = count(
-                torch.ones(probs_TE.shape[0], dtype=torch.bool, device=probs_TE.device)
-            )
+            counts_E = count(torch.ones(num_tokens, dtype=torch.bool, device=probs_TE.device))
         else:
             counts_E = routed_counts_E
-        micro_step = None if _compat.in_backward() else self.balancer.micro_step
-        if micro_step is None:
-            return RouterCall(self, recomputed, probs_TE, valid_mask_T, counts_E)
-        call_counts = self.balancer.balance.add_call(micro_step, counts_E, layer=self.layer.index)
-        record = CallRecord(call_counts, routed_counts_E, token_mask, self.balancer.gradient_scale)
-        self._records.append(record)
+        if not in_backward:
+            record = CallRecord(
+                routed_counts_E, num_tokens, token_mask, scale=balancer.gradient_scale
+            )
+            if balancer.micro_step is not None:
+                self._count(record, balancer.micro_step, probs_TE, valid_mask_T, counts_E)
+            elif balancer.may_recompute:
+                self._uncounted.append(record)
+        is_counted = record is not None and record.counts is not None
+        return RouterCall(
+            self, record if is_counted else None, probs_TE, valid_mask_T, counts_E, is_trainable
+        )
+
+    def _count(
+        self,
+        record: CallRecord,
+        micro_step: MicroStep,
+        probs_TE: Tensor,
+        valid_mask_T: Tensor | None,
+        counts_E: Tensor,
+    ) -> None:
+        layer = self.layer.index
+        record.counts = self.balancer.balance.add_call(micro_step, counts_E, layer=layer)
+        self._counted.append(record)
         if micro_step.prob_sum_F is not None:
             with torch.no_grad():
-                where = self.balancer.layout.count_slices[self.layer.index]
+                where = self.balancer.layout.count_slices[layer]
                 micro_step.prob_sum_F[where] += loss.prob_sum(probs_TE, valid_mask_T=valid_mask_T)
-        return RouterCall(self, record, probs_TE, valid_mask_T, counts_E)
 
-    def retire(self, *, everything: bool = False) -> None:
-        """Forget the calls whose backward has run (or all of them, at the end of a window)."""
-        if everything:
-            self._records.clear()
-        elif any(record.seen_backward for record in self._records):
-            waiting = [record for record in self._records if not record.seen_backward]
-            self._records = deque(waiting, maxlen=_MAX_RECORDS)
+    def retire(self) -> None:
+        """Forget the calls whose backward has run, and those of a forward that raised."""
+        if any(not record.is_waiting for record in self._counted):
+            waiting = [record for record in self._counted if record.is_waiting]
+            self._counted = deque(waiting, maxlen=_MAX_RECORDS)
 
-    def _recognise(self, routed_counts_E: Tensor) -> CallRecord | None:
-        """The first pass of what is being recomputed: the nearest counts where several wait."""
-        if not self._records:
+    def forget_all(self) -> None:
+        """The window is over, and with it every backward that could follow."""
+        self._counted.clear()
+        self._uncounted.clear()
+
+    def _recognise(self, routed_counts_E: Tensor, num_tokens: int) -> CallRecord | None:
+        """The first pass of what is being recomputed: the nearest counts where several wait.
+
+        Counts tell forwards apart unless two had the same; then the one that was reached least so
+        far is taken. Nested checkpoints ask for one call several times.
+        """
+        records = [r for r in (*self._counted, *self._uncounted) if r.num_tokens == num_tokens]
+        if not records:
             return None
-        # Calls that were recomputed before come last: nested checkpoints do ask for them again.
-        waiting = sorted(self._records, key=lambda record: record.seen_backward)
+        records.sort(key=lambda record: (record.is_injected, record.seen_backward))
         nearest = 0
-        if len(waiting) > 1:
-            first_EN = torch.stack([record.routed_counts_E for record in waiting])
+        if len(records) > 1:
+            first_EN = torch.stack([record.routed_counts_E for record in records])
             nearest = int((first_EN - routed_counts_E).abs().sum(dim=1).argmin())
-        waiting[nearest].seen_backward = True
-        return waiting[nearest]
+        records[nearest].seen_backward = True
+        return records[nearest]
 
     def _valid_mask(
         self, probs_TE: Tensor, *, used_token: Tensor | None, token_mask: Tensor | None

@@ -73,7 +73,6 @@ class CountReducer:
         self.groups = tuple(groups)
         self.rank = dist.get_rank()
         self.num_collectives = 0
-        self.num_bytes = 0
         self._layers_of: dict[tuple[int, ...], list[int]] = {}
         for layer, count_group in enumerate(groups):
             self._layers_of.setdefault(count_group.ranks, []).append(layer)
@@ -113,7 +112,6 @@ class CountReducer:
         if count_group.group is None:
             return None
         self.num_collectives += 1
-        self.num_bytes += tensor.numel() * tensor.element_size()
         return dist.all_reduce(tensor, group=count_group.group, async_op=True)
 
 

@@ -76,11 +76,13 @@ def test_one_layer_alone_gives_the_same_slope(layout):
         micro_step = together.begin_micro_step()
         micro_step.calls = [1, 1]
         flat = together.running_slopes(micro_step, torch.tensor(counts), num_ranks_L=num_ranks)
+        by_layer = alone.begin_micro_step()
         for layer, where in enumerate(layout.count_slices):
             slope = alone.running_slope(
-                layer=layer, global_counts_E=torch.tensor(counts)[where], num_ranks=2
+                by_layer, layer=layer, global_counts_E=torch.tensor(counts)[where], num_ranks=2
             )
             torch.testing.assert_close(slope, flat[where], rtol=1e-6, atol=0)
+        alone.end_micro_step(by_layer)
 
 
 def test_boundary_slopes_by_hand(layout):
@@ -89,6 +91,13 @@ def test_boundary_slopes_by_hand(layout):
     slopes = previous.slopes(layout, num_ranks_L=torch.tensor([2, 2]), gas=4)
     # a: N = 8, w = 1, E f = 2 * (3/4, 1/4); b: an empty window balances nothing
     assert slopes.tolist() == [1.5, 0.5, 0.0, 0.0, 0.0]
+
+
+def test_a_short_window_stands_for_a_full_one(layout):
+    """Half a window of N = 8 tokens: a full one would have had 16, so w = 2 * 4 / 16."""
+    previous = CompleteWindow(torch.tensor([6, 2, 0, 0, 0]), [0.5, 0.5])
+    slopes = previous.slopes(layout, num_ranks_L=torch.tensor([2, 2]), gas=4)
+    assert slopes.tolist() == [0.75, 0.25, 0.0, 0.0, 0.0]
 
 
 def test_counts_stay_exact_beyond_fp32(layout):

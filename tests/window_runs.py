@@ -153,12 +153,15 @@ Factor = Callable[[int, int, reference.Window, reference.Window | None], float]
 
 
 def configured_gas(gas: int) -> Factor:
-    """The engine divides by its configured G, however many micro-steps a window has."""
+    """The engine divides by its configured G, however many micro-steps a window has.
+
+    `boundary` takes the window before for what a full one would have been.
+    """
 
     def factor(
         layer: int, number: int, window: reference.Window, previous: reference.Window | None
     ) -> float:
-        return 1.0 if previous is not None else window.num_micro_steps / gas
+        return (previous or window).num_micro_steps / gas
 
     return factor
 
