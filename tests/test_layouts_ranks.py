@@ -70,7 +70,6 @@ CANNOT = {
     "a different number of times: hangs in the optimizer step",
     "tensor parallelism through an mpu on gloo": "gather_tokens hands over a flat buffer, which "
     "gloo refuses; the tests make it accept that",
-    "tensor parallelism through an mpu, ZeRO 1": "hangs in DeepSpeed's own gradient reduction",
     "sequence parallelism through mesh_param": "gradients are not reduced over the sequence ranks; "
     "refused by the plugin",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp as the mpu of native MoE": "MOELayer "
@@ -274,8 +273,9 @@ def test_tensor_parallel_peers_count_once(expert_tensor_parallelism):
     )
     cells = [
         replace(BASE, world_size=2, mechanism=mechanism, estimate=estimate, zero_stage=stage)
-        for mechanism, estimate in WAYS
-        for stage in (0, 2)
+        for at, (mechanism, estimate) in enumerate(WAYS)
+        for stage in (0, 1, 2)
+        if (at + at // 2 + stage) % 2 == 0
     ]
     runs = [(cell, section_of(cell)) for cell in cells]
     results = run_ranks(_check_layout, 4, layout, runs, timeout_s=180)
