@@ -59,6 +59,7 @@ class LiveGates:
         balancer.current_token_mask = token_mask
         try:
             output, l_aux = block(x, used_token)
+            balancer.after_forward()
         except (ValueError, RuntimeError) as error:
             assert mask is not None and drawn["mask_length"] != 0, error
             if used_token is None or drawn["top_k"] > 1:  # k = 1: the parent multiplies first
@@ -66,9 +67,9 @@ class LiveGates:
                 assert f"got {num_tokens} tokens" in str(error), error
             return
         finally:
+            balancer.leave_forward()
             balancer.current_token_mask = None
         assert mask is None or drawn["mask_length"] == 0, "a mask that does not fit was taken"
-        balancer.after_forward()
         (output.sum() * 0.0 + COEFF * l_aux).backward()
 
         valid = [True] * num_tokens if mask is None else mask
