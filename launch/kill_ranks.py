@@ -8,12 +8,13 @@ written), raises in the middle of an MoE layer, or makes one micro-step less. Th
 
 - every other rank must end with an error within the timeout of the process group;
 - no process may be left behind;
-- the last complete checkpoint must load on fresh ranks, which must train on from there; so must the
-  one that `latest` points to. (DeepSpeed writes `latest` when rank 0 has saved its part, a moment
-  before the others have: a rank that dies in between would show here as an unreadable checkpoint.)
+- the last complete checkpoint must load on fresh ranks, which must train on from there;
+- `latest` must point to one that loads. DeepSpeed writes it once rank 0 has saved its own part,
+  not behind the barrier that ends the save; a rank that dies in between leaves it empty or naming a
+  checkpoint whose other parts never came. Counted by itself, as "latest unfinished".
 
 One line for each run, with the seed that repeats it (`--runs 1 --seed N`), and a table at the end.
-Exit code 1 if anything hung, was left behind or could not be read.
+Exit code 1 if anything hung, was left behind or could not be read, or `latest` was unfinished.
 """
 
 import argparse
@@ -50,13 +51,15 @@ class Outcome:
     left_over: list[str]
     unreadable: list[str]
     silent: list[str]
+    unfinished: list[str]
     error: str = ""
     wait_s: float = 0.0
     resumed_at: str = ""
 
     @property
     def is_good(self) -> bool:
-        return not (self.hung or self.left_over or self.unreadable or self.silent)
+        wrong = (self.hung, self.left_over, self.unreadable, self.silent, self.unfinished)
+        return not any(wrong)
 
 
 def start(
@@ -101,7 +104,7 @@ def wait_for(path: Path, processes: list[BaseProcess], limit_s: float) -> bool:
 
 def run_case(case: Case, folder: Path, timeout_s: float) -> Outcome:
     """Train, break, and look at what is left."""
-    outcome = Outcome([], [], [], [])
+    outcome = Outcome([], [], [], [], [])
     logs = folder / "training"
     processes = start(logs, timeout_s, train, case, folder)
     guilty = processes[case.guilty]
@@ -130,13 +133,12 @@ def run_case(case: Case, folder: Path, timeout_s: float) -> Outcome:
         left = end(processes)
     outcome.left_over = [f"process group {pid}" for pid in left]
     complete = (folder / "complete").read_text()
-    for name, tag in (("complete", complete), ("latest", None)):
-        if name == "latest" and latest(folder) == complete:
-            continue
-        problem = read_back(case, folder, tag, folder / f"resume_{name}", timeout_s)
-        if problem:
-            outcome.unreadable.append(f"{name} ({tag or latest(folder)}): {problem}")
-    outcome.resumed_at = complete if latest(folder) == complete else latest(folder)
+    problem = read_back(case, folder, complete, folder / "resume_complete", timeout_s)
+    outcome.unreadable += [f"step {complete}: {problem}"] if problem else []
+    if latest(folder) != complete:
+        problem = read_back(case, folder, None, folder / "resume_latest", timeout_s)
+        outcome.unfinished += [f"latest is {latest(folder)!r}: {problem}"] if problem else []
+    outcome.resumed_at = complete
     return outcome
 
 
@@ -210,6 +212,7 @@ def summarise(outcomes: list[Outcome]) -> int:
         "hangs": sum(bool(outcome.hung) for outcome in outcomes),
         "leftovers": sum(bool(outcome.left_over) for outcome in outcomes),
         "unreadable checkpoints": sum(bool(outcome.unreadable) for outcome in outcomes),
+        "latest unfinished": sum(bool(outcome.unfinished) for outcome in outcomes),
         "ranks without an error": sum(bool(outcome.silent) for outcome in outcomes),
         "longest wait (s)": round(max((outcome.wait_s for outcome in outcomes), default=0.0), 1),
     }
