@@ -54,6 +54,19 @@ class Cell:
         )
 
 
+# A plain cell, of which tests beside the grid vary what they are about.
+BASE = Cell(
+    world_size=2,
+    ep_size=1,
+    zero_stage=1,
+    gradient_accumulation_steps=2,
+    top_k=2,
+    checkpointing="off",
+    tokens="even",
+    estimate="running",
+    mechanism="l_aux",
+)
+
 LEVELS: dict[str, tuple] = {
     "world_size": (1, 2, 4),
     "ep_size": (1, 2, 4),

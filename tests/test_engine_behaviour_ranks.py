@@ -10,6 +10,7 @@ from deepspeed.moe.sharded_moe import TopKGate
 
 from engine_grid import (
     ABSENT,
+    BASE,
     COEFF,
     Cell,
     Section,
@@ -32,17 +33,6 @@ from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-BASE = Cell(
-    world_size=2,
-    ep_size=1,
-    zero_stage=1,
-    gradient_accumulation_steps=2,
-    top_k=2,
-    checkpointing="off",
-    tokens="even",
-    estimate="running",
-    mechanism="l_aux",
-)
 MECHANISMS = ("l_aux", "injection")
 ESTIMATES = ("running", "boundary")
 

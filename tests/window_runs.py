@@ -10,6 +10,7 @@ import torch
 import ds_moe_lb
 import reference
 from engine_grid import (
+    BASE,
     COEFF,
     LEARNING_RATE,
     Batch,
@@ -25,18 +26,6 @@ from engine_grid import (
     windows_of,
 )
 from models import GateRecorder, TinyMoE, moe_param_groups
-
-BASE = Cell(
-    world_size=2,
-    ep_size=1,
-    zero_stage=1,
-    gradient_accumulation_steps=2,
-    top_k=2,
-    checkpointing="off",
-    tokens="even",
-    estimate="running",
-    mechanism="l_aux",
-)
 
 
 def ways(**levels: Any) -> list[Cell]:
