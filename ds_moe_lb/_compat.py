@@ -37,6 +37,7 @@ _ENGINE_NAMES = {
     "mesh_device": "a sequence-parallel mesh is refused",
     "torch_autocast_z0_gradscaler": "scales the loss under autocast without ZeRO",
     "is_compiled": "a compiled engine is refused",
+    "checkpoint_engine": "tells whether a save ends later, in the background",
     "monitor": "DeepSpeed's monitor, which writes the reports",
     "_config": "holds the JSON as the engine read it",
 }

@@ -11,7 +11,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
-from ds_moe_lb import _compat, gate
+from ds_moe_lb import _compat, checkpoints, gate
 from ds_moe_lb.announce import announce
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
@@ -241,13 +241,20 @@ class _Installation:
         save_dir: str,
         tag: Any = None,
         client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         self._balancer.close_window_if_stepped()
         state = dict(client_state or {})
         state[SECTION] = self._balancer.balance.state_dict()
-        return original(save_dir, tag, state, *args, **kwargs)
+        if not save_latest or checkpoints.writes_latest_late(self._engine):
+            return original(save_dir, tag, state, save_latest, *args, **kwargs)
+        # As DeepSpeed chooses it; handed over, so that `latest` cannot name another.
+        tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+        returned = original(save_dir, tag, state, False, *args, **kwargs)
+        checkpoints.move_latest(save_dir, tag)
+        return returned
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         path, client_state = original(*args, **kwargs)

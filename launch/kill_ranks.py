@@ -9,9 +9,9 @@ written), raises in the middle of an MoE layer, or makes one micro-step less. Th
 - every other rank must end with an error within the timeout of the process group;
 - no process may be left behind;
 - the last complete checkpoint must load on fresh ranks, which must train on from there;
-- `latest` must point to one that loads. DeepSpeed writes it once rank 0 has saved its own part,
-  not behind the barrier that ends the save; a rank that dies in between leaves it empty or naming a
-  checkpoint whose other parts never came. Counted by itself, as "latest unfinished".
+- `latest` must name a checkpoint that loads: the plugin moves it on in one step once every rank has
+  written its part. DeepSpeed alone does so once rank 0 has; a rank that died in between left it
+  empty, or naming a checkpoint whose other parts never came. Counted as "latest unfinished".
 
 One line for each run, with the seed that repeats it (`--runs 1 --seed N`), and a table at the end.
 Exit code 1 if anything hung, was left behind or could not be read, or `latest` was unfinished.
@@ -143,7 +143,7 @@ def run_case(case: Case, folder: Path, timeout_s: float) -> Outcome:
 
 
 def latest(folder: Path) -> str:
-    """What DeepSpeed's own `latest` says."""
+    """What the file `latest` says."""
     return (folder / "checkpoints/latest").read_text()
 
 

@@ -291,15 +291,52 @@ def _die_in_the_middle(path, folder, marker):
     os.abort()
 
 
-def test_the_last_complete_checkpoint_survives_a_rank_that_dies_writing(tmp_path):
+def test_a_rank_that_dies_writing_leaves_latest_at_the_last_complete_checkpoint(tmp_path):
     """DeepSpeed's rank 0 writes `latest` when its own part is there, not behind the barrier that
-    ends the save: `latest` may name a checkpoint whose other parts never came. The one before is
-    whole, and loads by its tag. The same with the plugin and without.
+    ends the save: without the plugin it names a checkpoint whose other parts never came.
     """
-    for name, section in (("with", SECTION), ("without", None)):
+    for name, section, left in (("with", SECTION, "first"), ("without", None, "second")):
         folder, marker = tmp_path / name, tmp_path / f"latest_{name}"
         with pytest.raises(RankError, match="rank 1 failed first"):
             run_ranks(_check_dies_while_writing, 2, str(folder), str(marker), section)
-        for result in _load(folder, 2, section, tag="first"):
+        assert marker.read_text() == left
+        for result in _load(folder, 2, section, tag=None if section else "first"):
             assert isinstance(result, dict), result
-        assert marker.read_text() == "second"
+
+
+def _check_latest(folder):
+    """What `latest` says to every rank right behind each save, and what DeepSpeed was asked."""
+    engine = _engine(SECTION)
+    _windows(engine, 1)
+    asked, seen = [], []
+    create = engine.checkpoint_engine.create
+
+    def watched(info):
+        asked.append(info.save_latest)
+        create(info)
+
+    engine.checkpoint_engine.create = watched
+    latest = os.path.join(folder, "latest")
+    for arguments, options in (
+        ((), {"save_latest": False}),
+        (("first", {}, False), {}),
+        ((), {}),
+        ((7,), {"client_state": {"epoch": 3}}),
+        (("third", None, True, False), {}),
+    ):
+        engine.save_checkpoint(folder, *arguments, **options)
+        seen.append(open(latest).read() if os.path.exists(latest) else None)
+        dist.barrier()
+    assert engine.load_checkpoint(folder, tag="7")[1]["epoch"] == 3
+    engine.checkpoint_engine.is_decoupled = lambda: True  # the save would end in the background
+    engine.save_checkpoint(folder, tag="later")
+    seen.append(open(latest).read())
+    return seen, asked, sorted(os.listdir(folder))
+
+
+def test_latest_is_moved_on_as_deepspeed_would_have(tmp_path):
+    """An asynchronous checkpoint engine moves it on by itself when its save has ended."""
+    for seen, asked, names in run_ranks(_check_latest, 2, str(tmp_path), timeout_s=90.0):
+        assert seen == [None, None, "global_step1", "7", "third", "third"]
+        assert asked == [False] * 5 + [True]
+        assert not [name for name in names if name.endswith(".part")]
