@@ -86,7 +86,7 @@ class Arrival:
         self._counts = counts
         self._own = counts.layout.positions(micro_step=step, calls=calls)
         message = counts.layout.pack(local_F, self._own, rank=counts.reducer.rank)
-        self._pending = counts.reducer.start(message)
+        self._pending = counts.reducer.start(message, step=step)
 
     def wait(self) -> Tensor:
         """Counts summed over the balance group, ``(F,)`` int64."""
@@ -148,7 +148,8 @@ class BalanceCounts:
                 num_layers=len(self.layout.layers),
             )
             message = self.layout.pack_layer(counts_E, x, rank=self.reducer.rank)
-            call.pending = (self.reducer.start_layer(message, layer=layer), x)
+            pending = self.reducer.start_layer(message, layer=layer, step=micro_step.index)
+            call.pending = (pending, x)
         return call
 
     def end_micro_step(self, micro_step: MicroStep) -> None:

@@ -85,7 +85,7 @@ class BalanceMonitor:
             place.embed_counts(part) for part in (window.local_F.double(), self._sums.prob_sum_F)
         ]
         vector = torch.cat([*flat, *map(place.embed_layers, self._sums.per_layer())])
-        sum_over(vector, count_group=self._count_group)
+        sum_over(vector, count_group=self._count_group, what="a report, after the optimizer step")
         sizes = [place.layout.num_counts] * 2 + [len(place.layout.layers)] * 4
         counts_F, prob_sum_F, used_L, lbl_L, violation_L, number_L = (
             place.gather(vector).cpu().split(sizes)

@@ -1,6 +1,7 @@
 """Every collective of the plugin, but for those that make its process groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,19 +13,57 @@ from ds_moe_lb.counts import CountLayout, RouterLayer, describe_position
 from ds_moe_lb.process_groups import CountGroup
 
 
+@contextmanager
+def _naming(what: str, count_group: CountGroup) -> Iterator[None]:
+    """Have a collective that fails say what it was for; the backend's own words tell nothing."""
+    try:
+        yield
+    except RuntimeError as error:  # timeouts and lost connections, of every backend
+        raise RuntimeError(
+            f"moe_load_balancing: rank {dist.get_rank()} got no sum of {what} over the ranks "
+            f"{list(count_group.ranks)}. One of them has died, raised an error, or makes fewer "
+            f"micro-steps or runs other MoE layers than this one: look for the first error in the "
+            f"output of the others, and see that each gets the same number of micro-batches. The "
+            f"backend says: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The share of a message that travels in one group.
+
+    Attributes:
+        tensor: what is summed, in place.
+        work: of the collective; None where there is nobody to wait for.
+        count_group: who sums.
+        where: its place in the message; None = it is the message.
+    """
+
+    tensor: Tensor
+    work: Any
+    count_group: CountGroup
+    where: Tensor | None = None
+
+
 @dataclass
 class PendingCounts:
-    """An asynchronous sum of one message; `wait` returns it and blocks this rank's stream only."""
+    """An asynchronous sum of one message; `wait` returns it and blocks this rank's stream only.
 
-    parts: list[tuple[Tensor, Any, Tensor | None]]
+    Attributes:
+        what: micro-step and layer, for the error of a rank that waits in vain.
+    """
+
+    parts: list[_Part]
     message: Tensor
+    what: str
 
     def wait(self) -> Tensor:
-        for part, work, where in self.parts:
-            if work is not None:
-                work.wait()
-            if where is not None:
-                self.message[where] = part
+        for part in self.parts:
+            if part.work is not None:
+                with _naming(self.what, part.count_group):
+                    part.work.wait()
+            if part.where is not None:
+                self.message[part.where] = part.tensor
         self.parts = []
         return self.message
 
@@ -59,7 +98,8 @@ class ModelPlace:
 
     def gather(self, embedded: Tensor) -> Tensor:
         """Fill in the other stages' numbers: a sum, in place. Collective over the pipeline."""
-        return sum_over(embedded, count_group=self.pipe_group)
+        what = "what the stages report or save at the end of a window"
+        return sum_over(embedded, count_group=self.pipe_group, what=what)
 
 
 class CountReducer:
@@ -73,6 +113,7 @@ class CountReducer:
         self.groups = tuple(groups)
         self.rank = dist.get_rank()
         self.num_collectives = 0
+        self._layers = layout.layers
         self._layers_of: dict[tuple[int, ...], list[int]] = {}
         for layer, count_group in enumerate(groups):
             self._layers_of.setdefault(count_group.ranks, []).append(layer)
@@ -93,26 +134,42 @@ class CountReducer:
         """Collectives of one message of all layers: one for each group of several ranks."""
         return sum(len(ranks) > 1 for ranks in self._layers_of)
 
-    def start(self, message: Tensor) -> PendingCounts:
-        """Launch the sum of a message of all layers (``CountLayout.pack``); reuses its memory."""
+    def start(self, message: Tensor, *, step: int) -> PendingCounts:
+        """Launch the sum of a message of all layers (``CountLayout.pack``); reuses its memory.
+
+        Args:
+            message: ``(F + 3 L,)`` int64.
+            step: micro-step of this rank, for errors.
+        """
+        what = f"the counts of all layers at micro-step {step}"
         if len(self._layers_of) <= 1:
-            work = self._launch(message, self.groups[0]) if self.groups else None
-            return PendingCounts([(message, work, None)], message)
-        parts: list[tuple[Tensor, Any, Tensor | None]] = []
-        for ranks, layers in self._layers_of.items():
-            part = message[self._where[ranks]]
-            parts.append((part, self._launch(part, self.groups[layers[0]]), self._where[ranks]))
-        return PendingCounts(parts, message)
+            parts = [self._launch(message, group, what) for group in self.groups[:1]]
+            return PendingCounts(parts, message, what)
+        return PendingCounts(
+            [
+                self._launch(
+                    message[self._where[ranks]], self.groups[layers[0]], what, self._where[ranks]
+                )
+                for ranks, layers in self._layers_of.items()
+            ],
+            message,
+            what,
+        )
 
-    def start_layer(self, message: Tensor, *, layer: int) -> PendingCounts:
+    def start_layer(self, message: Tensor, *, layer: int, step: int) -> PendingCounts:
         """Launch the sum of one layer's ``(E + 3,)`` message; reuses its memory."""
-        return PendingCounts([(message, self._launch(message, self.groups[layer]), None)], message)
+        what = f"the counts of layer {self._layers[layer].name!r} at micro-step {step}"
+        return PendingCounts([self._launch(message, self.groups[layer], what)], message, what)
 
-    def _launch(self, tensor: Tensor, count_group: CountGroup) -> Any:
+    def _launch(
+        self, tensor: Tensor, count_group: CountGroup, what: str, where: Tensor | None = None
+    ) -> _Part:
         if count_group.group is None:
-            return None
+            return _Part(tensor, None, count_group, where)
         self.num_collectives += 1
-        return dist.all_reduce(tensor, group=count_group.group, async_op=True)
+        with _naming(what, count_group):
+            work = dist.all_reduce(tensor, group=count_group.group, async_op=True)
+        return _Part(tensor, work, count_group, where)
 
 
 @dataclass(frozen=True)
@@ -199,10 +256,17 @@ def place_among_stages(own: CountLayout, *, pipe_group: CountGroup) -> ModelPlac
     )
 
 
-def sum_over(tensor: Tensor, *, count_group: CountGroup | None) -> Tensor:
-    """Sum a tensor over a group in place and wait; nothing happens in a group of one rank."""
+def sum_over(tensor: Tensor, *, count_group: CountGroup | None, what: str) -> Tensor:
+    """Sum a tensor over a group in place and wait; nothing happens in a group of one rank.
+
+    Args:
+        tensor: any.
+        count_group: who sums; None = nobody else.
+        what: the tensor in words, for the error of a rank that waits in vain.
+    """
     if count_group is not None and count_group.group is not None:
-        dist.all_reduce(tensor, group=count_group.group)
+        with _naming(what, count_group):
+            dist.all_reduce(tensor, group=count_group.group)
     return tensor
 
 
