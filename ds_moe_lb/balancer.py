@@ -15,7 +15,7 @@ from ds_moe_lb.counts import CountLayout, MicroStep
 from ds_moe_lb.estimates import BalanceCounts, Reduction
 from ds_moe_lb.monitor import BalanceMonitor
 from ds_moe_lb.process_groups import CountGroup
-from ds_moe_lb.router import Router
+from ds_moe_lb.router import Masks, Router
 from ds_moe_lb.sync import CountReducer, ModelPlace
 
 
@@ -28,9 +28,11 @@ class LoadBalancer:
     Attributes:
         config: the validated JSON section.
         micro_step: the counted forward under way; None outside of one.
-        current_token_mask: mask of the :meth:`token_mask` block around the current forward.
-        gradient_scale: from slope to gradient where the plugin adds the loss: coefficient, 1/G,
-            loss scale.
+        coefficients: of each layer's loss, which the plugin adds; None where a script adds `l_aux`.
+        injects: the plugin adds a gradient, that is, not all coefficients of the model are 0.
+        current_masks: masks of the forward under way, by name: that of the :meth:`token_mask` block
+            around it, and the model's own.
+        gradient_scale: from slope to gradient, coefficient left out: 1/G and loss scale.
         replaces_l_aux: False with scope `none`, where the built-in ``l_aux`` stays.
         balance: counts and slopes.
     """
@@ -44,6 +46,7 @@ class LoadBalancer:
         reducer: CountReducer,
         place: ModelPlace,
         report_group: CountGroup,
+        coefficients: Sequence[float] | None,
     ) -> None:
         self.engine = engine
         self.config = config
@@ -51,7 +54,10 @@ class LoadBalancer:
         self.micro_step: MicroStep | None = None
         self._outer: list[tuple[MicroStep | None, bool]] = []
         self._has_grad = False
-        self.current_token_mask: Tensor | None = None
+        self.coefficients = coefficients
+        # A pipeline stage without MoE layers has no coefficients, but goes with the others.
+        self.injects = coefficients is not None and bool(config.aux_loss_coeff or any(coefficients))
+        self.current_masks: Masks = ()
         self.gradient_scale: Tensor | float = 0.0
         self.layout = layout
         self.place = place
@@ -61,19 +67,19 @@ class LoadBalancer:
             place=place,
             estimate=config.estimate,
             sync_group=config.sync_group,
-            reduction=_reduction(config),
+            reduction=self._reduction(),
         )
         self.monitor = BalanceMonitor(
             layout,
             config.monitor,
             place=place,
             count_group=report_group,
-            used=_used_loss(config),
+            used=self._used_loss(),
         )
         self._routers: Sequence[Router] = ()
         self._uninstall: Callable[[], None] = _nothing
         self._forget_calls: Callable[[], None] = _nothing
-        self._watches_gradient = self.replaces_l_aux and config.aux_loss_coeff is None
+        self._watches_gradient = self.replaces_l_aux and coefficients is None
         self._l_aux_had_gradient = False
         self._is_unseen_reported = False
         self.start_window()
@@ -123,12 +129,13 @@ class LoadBalancer:
                 "LoadBalancer.token_mask: moe_load_balancing.valid_tokens is 'all', which counts "
                 "every token; set it to 'mask' or do without the block"
             )
-        before = self.current_token_mask
-        self.current_token_mask = valid_mask
+        before = self.current_masks
+        around = tuple(named for named in before if named[0] != "token_mask")
+        self.current_masks = (*around, ("token_mask", valid_mask))
         try:
             yield
         finally:
-            self.current_token_mask = before
+            self.current_masks = before
 
     def uninstall(self) -> None:
         """Take the plugin off the engine: built-in losses, methods and checkpoints as they were."""
@@ -175,11 +182,9 @@ class LoadBalancer:
             router.retire()
         self.micro_step = self.balance.window.begin_micro_step()
         self.monitor.begin_micro_step(self.micro_step)
-        if self.config.aux_loss_coeff:
+        if self.injects:
             gas = self.engine.gradient_accumulation_steps()
-            self.gradient_scale = _compat.loss_scale(self.engine) * (
-                self.config.aux_loss_coeff / gas
-            )
+            self.gradient_scale = _compat.loss_scale(self.engine) / gas
 
     def after_forward(self) -> None:
         """The root module's forward has ended; not called where it raised."""
@@ -232,6 +237,22 @@ class LoadBalancer:
     def _note_gradient(self, grad: Tensor) -> None:
         self._l_aux_had_gradient = True
 
+    def _reduction(self) -> Reduction:
+        if (
+            self.config.scope != "global_batch"
+            or self.coefficients is not None
+            and not self.injects
+        ):
+            return "none"
+        return "at_gate" if self.coefficients is None else "after_forward"
+
+    def _used_loss(self) -> str | None:
+        if self.config.scope == "none" or self.coefficients is not None and not self.injects:
+            return None
+        if self.config.scope == "micro_batch" and self.injects:
+            return "micro_batch"
+        return "own"
+
     def _warn_if_unseen(self) -> None:
         if self._is_unseen_reported:
             return
@@ -254,20 +275,6 @@ class LoadBalancer:
                 level=logging.WARNING,
             )
         self._watches_gradient = False
-
-
-def _reduction(config: LoadBalancingConfig) -> Reduction:
-    if config.scope != "global_batch" or config.aux_loss_coeff == 0:
-        return "none"
-    return "at_gate" if config.aux_loss_coeff is None else "after_forward"
-
-
-def _used_loss(config: LoadBalancingConfig) -> str | None:
-    if config.scope == "none" or config.aux_loss_coeff == 0:
-        return None
-    if config.scope == "micro_batch" and config.aux_loss_coeff is not None:
-        return "micro_batch"
-    return "own"
 
 
 def _nothing() -> None:

@@ -8,6 +8,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_moe_lb.config import SECTION, LoadBalancingConfig
+from ds_moe_lb.gate import NativeSite
+from ds_moe_lb.sites import RouterSite
 
 
 def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
@@ -44,20 +46,18 @@ def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
             ) from error
 
 
-def find_moe_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
-    """Native MoE layers by name, in the model's order; a pipeline stage may have none."""
-    found: dict[str, MOELayer] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, MOELayer):
-            continue
-        if type(module.gate) is not TopKGate:
-            raise ValueError(
-                f"{SECTION}: the gate of MoE layer {name!r} is a "
-                f"{type(module.gate).__qualname__}; only deepspeed.moe.sharded_moe.TopKGate itself "
-                f"can be balanced"
-            )
-        found[name] = module
-    if not found and not isinstance(model, PipelineModule):
+def find_sites(model: torch.nn.Module) -> list[RouterSite]:
+    """The routers that can be balanced, in the model's order; a pipeline stage may have none.
+
+    Raises:
+        ValueError: there are none, or one of them cannot be read; names what was seen.
+    """
+    sites: list[RouterSite] = [
+        NativeSite(name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, MOELayer) and _is_plain_gate(name, module)
+    ]
+    if not sites and not isinstance(model, PipelineModule):
         gates = [
             name for name, module in model.named_modules() if "gate" in name.rsplit(".", 1)[-1]
         ]
@@ -66,4 +66,14 @@ def find_moe_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
             f"{SECTION}: the model ({type(model).__name__}) has no deepspeed.moe.layer.MoE layers, "
             f"so there is nothing to balance; remove the section or use MoE layers{seen}"
         )
-    return found
+    return sites
+
+
+def _is_plain_gate(name: str, moe_layer: MOELayer) -> bool:
+    if type(moe_layer.gate) is not TopKGate:
+        raise ValueError(
+            f"{SECTION}: the gate of MoE layer {name!r} is a "
+            f"{type(moe_layer.gate).__qualname__}; only deepspeed.moe.sharded_moe.TopKGate itself "
+            f"can be balanced"
+        )
+    return True

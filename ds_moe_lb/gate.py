@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.moe import sharded_moe
-from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import Tensor, nn
+
+from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
     from ds_moe_lb.router import Router
@@ -145,7 +147,6 @@ class GlobalBatchTopKGate(TopKGate):
             routed_counts_E=routed_E,
             used_token=used_token,
             count=seen.count,
-            is_trainable=self.wg.weight.requires_grad,
         )
         scores_at = 5 if sparse_routes else 1
         outputs[scores_at] = call.inject_into(outputs[scores_at])
@@ -157,30 +158,47 @@ class GlobalBatchTopKGate(TopKGate):
 _attached: weakref.WeakSet[TopKGate] = weakref.WeakSet()
 
 
-def attach(gate: TopKGate, router: "Router") -> None:
-    """Make a live TopKGate a GlobalBatchTopKGate of this router."""
-    sharded_moe.F = _observed
-    _attached.add(gate)
-    gate.__class__ = GlobalBatchTopKGate
-    gate.__dict__[_ROUTER] = router
+class NativeSite(RouterSite):
+    """The gate of a ``deepspeed.moe.layer.MoE``."""
+
+    has_l_aux = True
+
+    def __init__(self, name: str, moe_layer: MOELayer) -> None:
+        gate = moe_layer.gate
+        super().__init__(
+            # MoE keeps its MOELayer as `deepspeed_moe`; users know the layer by the MoE's name.
+            name.removesuffix(".deepspeed_moe"),
+            gate,
+            num_experts=gate.wg.weight.shape[0],
+            top_k=gate.k,
+            expert_group_name=moe_layer.ep_group_name,
+        )
+        self._moe_layer = moe_layer
+        self._handle: Any = None
+
+    def attach(self, router: "Router") -> None:
+        """Make the live TopKGate a GlobalBatchTopKGate of this router."""
+        sharded_moe.F = _observed
+        _attached.add(self.module)
+        self.module.__class__ = GlobalBatchTopKGate
+        self.module.__dict__[_ROUTER] = router
+        self._handle = self._moe_layer.register_forward_hook(_finish_moe_layer)
+
+    def detach(self) -> None:
+        """Give the gate its own class back."""
+        self._handle.remove()
+        _attached.discard(self.module)
+        if not _attached:
+            sharded_moe.F = nn.functional
+        self.module.__dict__.pop(_ROUTER, None)
+        self.forget_call()
+        self.module.__class__ = TopKGate
+
+    def forget_call(self) -> None:
+        self.module.__dict__.pop(_OPEN_CALL, None)
 
 
-def detach(gate: TopKGate) -> None:
-    """Give the gate its own class back."""
-    _attached.discard(gate)
-    if not _attached:
-        sharded_moe.F = nn.functional
-    gate.__dict__.pop(_ROUTER, None)
-    gate.__dict__.pop(_OPEN_CALL, None)
-    gate.__class__ = TopKGate
-
-
-def forget_open_call(gate: TopKGate) -> None:
-    """Drop what a recompute that stopped early left behind; it would keep its graph alive."""
-    gate.__dict__.pop(_OPEN_CALL, None)
-
-
-def finish_moe_layer(moe_layer: nn.Module, args: Any, output: Any) -> None:
+def _finish_moe_layer(moe_layer: nn.Module, args: Any, output: Any) -> None:
     """Forward hook of MOELayer: the experts are done, so await the counts and set ``l_aux``.
 
     Runs before ``MoE.forward`` reads the attribute.

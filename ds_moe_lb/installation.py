@@ -1,22 +1,21 @@
 """Switching the plugin on and off: the only file that changes an engine."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
-from ds_moe_lb import _compat, checkpoints, gate
+from ds_moe_lb import _compat, checkpoints
 from ds_moe_lb.announce import announce
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
 from ds_moe_lb.counts import CountLayout, RouterLayer
-from ds_moe_lb.discovery import find_moe_layers, refuse_unsupported
+from ds_moe_lb.discovery import find_sites, refuse_unsupported
 from ds_moe_lb.process_groups import (
     CountGroup,
     GroupFactory,
@@ -26,6 +25,7 @@ from ds_moe_lb.process_groups import (
     pipeline_ranks,
 )
 from ds_moe_lb.router import Router
+from ds_moe_lb.sites import RouterSite
 from ds_moe_lb.sync import CountReducer, ModelPlace, compare_signatures, place_among_stages
 
 
@@ -84,9 +84,9 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
         return None
     warnings = _compat.check_host(engine)
     refuse_unsupported(engine, settings)
-    moe_layers = find_moe_layers(engine.module)
-    balancer = _build(engine, settings, moe_layers)
-    _Installation(engine, balancer, moe_layers).apply()
+    sites = find_sites(engine.module)
+    balancer = _build(engine, settings, sites)
+    _Installation(engine, balancer, sites).apply()
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning(f"{SECTION}: {warning}")
@@ -94,15 +94,10 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
     return balancer
 
 
-def _build(
-    engine: Any, config: LoadBalancingConfig, moe_layers: dict[str, MOELayer]
-) -> LoadBalancer:
+def _build(engine: Any, config: LoadBalancingConfig, sites: Sequence[RouterSite]) -> LoadBalancer:
     layers = [
-        # MoE keeps its MOELayer as `deepspeed_moe`; users know the layer by the name of the MoE.
-        RouterLayer(
-            index, name.removesuffix(".deepspeed_moe"), moe.gate.wg.weight.shape[0], moe.gate.k
-        )
-        for index, (name, moe) in enumerate(moe_layers.items())
+        RouterLayer(index, site.name, site.num_experts, site.top_k)
+        for index, site in enumerate(sites)
     ]
     factory = GroupFactory(model_groups(engine))
     everyone = factory.create(data_parallel_ranks(engine), replicas=engine.sequence_parallel_size)
@@ -118,10 +113,10 @@ def _build(
         everyone
         if config.sync_group == "data_parallel"
         else factory.create(
-            expert_group_ranks(moe.ep_group_name, kind=config.sync_group),
+            _expert_ranks(site, kind=config.sync_group),
             replicas=engine.sequence_parallel_size,
         )
-        for moe in moe_layers.values()
+        for site in sites
     ]
     layout = CountLayout(layers, torch.device(engine.device))
     place = ModelPlace(layout, slice(0, layout.num_counts), slice(0, len(layers)))
@@ -139,7 +134,19 @@ def _build(
         reducer=CountReducer(layout, groups),
         place=place,
         report_group=everyone,
+        coefficients=(
+            None if config.aux_loss_coeff is None else [config.aux_loss_coeff] * len(sites)
+        ),
     )
+
+
+def _expert_ranks(site: RouterSite, *, kind: str) -> list[int]:
+    if site.expert_group_name is None:
+        raise ValueError(
+            f"{SECTION}.sync_group: got {kind!r}, but every rank holds all experts of layer "
+            f"{site.name!r}, so it has no expert groups; use 'data_parallel'"
+        )
+    return expert_group_ranks(site.expert_group_name, kind=kind)
 
 
 class _Installation:
@@ -149,21 +156,22 @@ class _Installation:
         self,
         engine: Any,
         balancer: LoadBalancer,
-        moe_layers: dict[str, MOELayer],
+        sites: Sequence[RouterSite],
     ) -> None:
         self._engine = engine
         self._balancer = balancer
-        self._moe_layers = list(moe_layers.values())
+        self._sites = sites
         self._handles: list[Any] = []
         self._methods: dict[str, Callable[..., Any]] = {}
 
     def apply(self) -> None:
         balancer, root = self._balancer, self._engine.module
-        frozen = [not moe.gate.wg.weight.requires_grad for moe in self._moe_layers]
-        routers = [Router(layer, balancer) for layer in balancer.layout.layers]
-        for moe, router in zip(self._moe_layers, routers, strict=True):
-            gate.attach(moe.gate, router)
-            self._handles.append(moe.register_forward_hook(gate.finish_moe_layer))
+        routers = [
+            Router(layer, balancer, site)
+            for layer, site in zip(balancer.layout.layers, self._sites, strict=True)
+        ]
+        for site, router in zip(self._sites, routers, strict=True):
+            site.attach(router)
 
         def before_forward(module: torch.nn.Module, args: Any) -> None:
             balancer.before_forward(training=module.training)
@@ -187,12 +195,10 @@ class _Installation:
         self._wrap("compile", self._compile)
         balancer.wire(routers, forget_calls=self._forget_calls, uninstall=self.revert)
         self._engine.load_balancer = balancer
-        if any(frozen) and balancer.config.aux_loss_coeff and dist.get_rank() == 0:
-            names = [
-                layer.name for layer, f in zip(balancer.layout.layers, frozen, strict=True) if f
-            ]
+        frozen = [site.name for site in self._sites if not site.is_trainable]
+        if frozen and balancer.injects and dist.get_rank() == 0:
             logger.warning(
-                f"{SECTION}: the routers of {', '.join(names)} are frozen; their balance is "
+                f"{SECTION}: the routers of {', '.join(frozen)} are frozen; their balance is "
                 f"measured but nothing is added to their gradients"
             )
 
@@ -201,8 +207,8 @@ class _Installation:
             return
         for handle in self._handles:
             handle.remove()
-        for moe in self._moe_layers:
-            gate.detach(moe.gate)
+        for site in self._sites:
+            site.detach()
         for name, wrapper in self._methods.items():
             # Somebody may have wrapped ours since; then it stays in between and does nothing.
             if self._engine.__dict__.get(name) is wrapper:
@@ -221,8 +227,8 @@ class _Installation:
         self._engine.__dict__[name] = wrapper
 
     def _forget_calls(self) -> None:
-        for moe in self._moe_layers:
-            gate.forget_open_call(moe.gate)
+        for site in self._sites:
+            site.forget_call()
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         returned = original(*args, **kwargs)

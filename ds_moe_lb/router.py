@@ -16,9 +16,12 @@ from ds_moe_lb import _compat, loss
 from ds_moe_lb.counts import MicroStep, RouterLayer
 from ds_moe_lb.estimates import CallCounts
 from ds_moe_lb.inject import inject
+from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
     from ds_moe_lb.balancer import LoadBalancer
+
+Masks = tuple[tuple[str, Tensor], ...]
 
 # Forwards whose backward is still to come: one as a rule, a few in pipelines. A forward that is
 # never followed by a backward stays until the window ends, so the number is bounded.
@@ -34,8 +37,7 @@ class CallRecord:
         routed_counts_E: counts over all tokens, as the parent reported them; recognises the
             recompute.
         num_tokens: T.
-        token_mask_T: mask of `LoadBalancer.token_mask`, kept because a recompute runs outside of
-            it.
+        masks: masks of the forward, by name, kept because a recompute runs outside of it.
         scale: from slope to gradient: coefficient, 1/G and loss scale.
         counts: the counts it made, from which its slope follows; None if it was not counted.
         seen_backward: backward has reached this call.
@@ -44,7 +46,7 @@ class CallRecord:
 
     routed_counts_E: Tensor
     num_tokens: int
-    token_mask_T: Tensor | None
+    masks: Masks
     scale: Tensor | float
     counts: CallCounts | None = None
     seen_backward: bool = False
@@ -67,7 +69,6 @@ class RouterCall:
         probs_TE: ``(T, E)`` router probabilities with their graph.
         valid_mask_T: ``(T,)`` bool, None = all tokens count.
         counts_E: counts of this very pass over valid tokens.
-        is_trainable: the router's own weight takes a gradient.
     """
 
     router: "Router"
@@ -75,13 +76,12 @@ class RouterCall:
     probs_TE: Tensor
     valid_mask_T: Tensor | None
     counts_E: Tensor
-    is_trainable: bool
     prob_sum_E: Tensor | None = None
 
     def inject_into(self, scores: Tensor) -> Tensor:
         """Attach the balancing gradient to the scores where the plugin itself adds the loss."""
         record, balancer = self.record, self.router.balancer
-        if record is None or not balancer.config.aux_loss_coeff or not self.is_trainable:
+        if record is None or not balancer.injects or not self.router.is_trainable:
             return scores
         if not torch.is_grad_enabled():
             return scores
@@ -99,7 +99,7 @@ class RouterCall:
         """What the gate returns as ``l_aux``: final, or a placeholder until :meth:`finish`."""
         if not self.router.balancer.replaces_l_aux:
             return parent_l_aux
-        if self.router.balancer.config.aux_loss_coeff is not None:
+        if self.router.balancer.coefficients is not None:
             return self.probs_TE.new_zeros((), dtype=torch.float32)
         self.prob_sum_E = loss.prob_sum(self.probs_TE, valid_mask_T=self.valid_mask_T)
         if self.record is None:
@@ -129,13 +129,20 @@ class Router:
     Args:
         layer: what the layer is.
         balancer: the handle it belongs to.
+        site: the router that is balanced.
     """
 
-    def __init__(self, layer: RouterLayer, balancer: "LoadBalancer") -> None:
+    def __init__(self, layer: RouterLayer, balancer: "LoadBalancer", site: RouterSite) -> None:
         self.layer = layer
         self.balancer = balancer
+        self._site = site
         self._counted: deque[CallRecord] = deque(maxlen=_MAX_RECORDS)
         self._uncounted: deque[CallRecord] = deque(maxlen=_MAX_UNCOUNTED)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the router takes a gradient at all."""
+        return self._site.is_trainable
 
     def open_call(
         self,
@@ -144,7 +151,6 @@ class Router:
         routed_counts_E: Tensor,
         used_token: Tensor | None,
         count: Callable[[Tensor], Tensor],
-        is_trainable: bool,
     ) -> RouterCall:
         """Take in one pass through the router: count it, or recognise it as a recompute.
 
@@ -153,13 +159,13 @@ class Router:
             routed_counts_E: ``(E,)`` int64 pre-drop counts as the host reports them.
             used_token: the host's mask, ``(T,)``, non-zero = counts.
             count: from a ``(T,)`` valid mask to ``(E,)`` int64 counts of this pass.
-            is_trainable: the router's own weight takes a gradient.
         """
         balancer, num_tokens = self.balancer, probs_TE.shape[0]
         in_backward = _compat.in_backward()
         record = self._recognise(routed_counts_E, num_tokens) if in_backward else None
-        token_mask = record.token_mask_T if record else balancer.current_token_mask
-        valid_mask_T = self._valid_mask(probs_TE, used_token=used_token, token_mask=token_mask)
+        masks = record.masks if record else balancer.current_masks
+        own_mask: Masks = () if used_token is None else (("used_token", used_token),)
+        valid_mask_T = self._valid_mask(probs_TE, masks=own_mask + masks)
         if valid_mask_T is not None:
             counts_E = count(valid_mask_T)
         elif used_token is not None:  # valid_tokens "all": the host has left the masked ones out
@@ -167,17 +173,19 @@ class Router:
         else:
             counts_E = routed_counts_E
         if not in_backward:
-            record = CallRecord(
-                routed_counts_E, num_tokens, token_mask, scale=balancer.gradient_scale
-            )
+            record = CallRecord(routed_counts_E, num_tokens, masks, scale=self._gradient_scale())
             if balancer.micro_step is not None:
                 self._count(record, balancer.micro_step, probs_TE, valid_mask_T, counts_E)
             elif balancer.may_recompute:
                 self._uncounted.append(record)
         is_counted = record is not None and record.counts is not None
-        return RouterCall(
-            self, record if is_counted else None, probs_TE, valid_mask_T, counts_E, is_trainable
-        )
+        return RouterCall(self, record if is_counted else None, probs_TE, valid_mask_T, counts_E)
+
+    def _gradient_scale(self) -> Tensor | float:
+        balancer = self.balancer
+        if not balancer.injects or balancer.coefficients is None:
+            return 0.0
+        return balancer.gradient_scale * balancer.coefficients[self.layer.index]
 
     def _count(
         self,
@@ -223,15 +231,11 @@ class Router:
         records[nearest].seen_backward = True
         return records[nearest]
 
-    def _valid_mask(
-        self, probs_TE: Tensor, *, used_token: Tensor | None, token_mask: Tensor | None
-    ) -> Tensor | None:
+    def _valid_mask(self, probs_TE: Tensor, *, masks: Masks) -> Tensor | None:
         if self.balancer.config.valid_tokens == "all":
             return None
         valid_mask_T: Tensor | None = None
-        for name, mask in (("used_token", used_token), ("token_mask", token_mask)):
-            if mask is None:
-                continue
+        for name, mask in masks:
             if mask.numel() != probs_TE.shape[0]:
                 raise ValueError(
                     f"moe_load_balancing: {name} has {mask.numel()} entries (shape "

@@ -56,7 +56,7 @@ class LiveGates:
 
         balancer.start_window()
         balancer.before_forward(training=True)
-        balancer.current_token_mask = token_mask
+        balancer.current_masks = () if token_mask is None else (("token_mask", token_mask),)
         try:
             output, l_aux = block(x, used_token)
             balancer.after_forward()
@@ -68,7 +68,7 @@ class LiveGates:
             return
         finally:
             balancer.leave_forward()
-            balancer.current_token_mask = None
+            balancer.current_masks = ()
         assert mask is None or drawn["mask_length"] == 0, "a mask that does not fit was taken"
         (output.sum() * 0.0 + COEFF * l_aux).backward()
 
