@@ -109,6 +109,40 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", required=True, help="DeepSpeed JSON, or the name of a ready config"
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="config.json of a transformers model, its folder, or a well-known name such as "
+        "Qwen3-30B-A3B",
+    )
+    parser.add_argument("--world-size", type=int, required=True, help="ranks")
+    parser.add_argument(
+        "--ep-size", type=int, help="expert-parallel size [expert_parallel.autoep_size, else 1]"
+    )
+    for flag, text in (
+        ("--tensor-parallel-size", "ranks that hold the same tokens [1]"),
+        ("--sequence-parallel-size", "ranks that share each sequence [1]"),
+    ):
+        parser.add_argument(flag, type=int, default=1, help=text)
+    for flag, text in (
+        ("--sequence-length", "tokens, for the columns that count tokens"),
+        ("--micro-batch-size", "where the config says auto"),
+        ("--gradient-accumulation-steps", "where the config says auto"),
+    ):
+        parser.add_argument(flag, type=int, help=text)
+    group = parser.add_argument_group("times, all three or none")
+    for flag, text in (
+        ("--latency-us", "of the smallest message between two ranks, microseconds"),
+        ("--bandwidth-gbps", "of one rank, Gbit/s"),
+        ("--step-time-ms", "one optimizer step without the plugin, milliseconds"),
+    ):
+        group.add_argument(flag, type=float, help=text)
+
+
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in (("training", OPTION_FLAGS), ("model", MODEL_FLAGS)):
         group = parser.add_argument_group(title)

@@ -14,7 +14,7 @@ EXIT_FAILED = 1
 
 def run(options: argparse.Namespace) -> int:
     """Verify; returns 0 when every property holds, 1 on all ranks when one does not."""
-    _require_rich()
+    require_rich()
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
 
@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_FAILED if any(line.has_failed for line in lines) else 0
 
 
-def _require_rich() -> None:
+def require_rich() -> None:
+    """Say how to get the one package that tables on a terminal need."""
     try:
         import rich  # noqa: F401
     except ModuleNotFoundError:
