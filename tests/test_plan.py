@@ -148,6 +148,8 @@ def test_layers_are_those_that_transformers_builds(model_type, keys, tmp_path):
         ({"num_experts": 8, "num_hidden_layers": 4}, "the experts per token is missing"),
         ({"num_experts": 8, "num_experts_per_tok": 2}, "the number of layers is missing"),
         ({**_BASE, "num_experts": [8, 8]}, r"num_experts is \[8, 8\]; plan needs one integer"),
+        ({**_BASE, "mlp_only_layers": 3}, "mlp_only_layers is 3; plan needs a list of layer"),
+        ({**_BASE, "moe_layers_enum": "1,x"}, "moe_layers_enum is '1,x'; plan needs a list"),
         ({**_BASE, "num_experts": 1}, "1 experts, 2 per token: nothing to balance"),
         ({**_BASE, "enable_moe_block": False}, "none of its 6 layers has experts"),
         ({**_BASE, "is_encoder_decoder": True}, "an encoder-decoder model"),
@@ -210,6 +212,7 @@ def test_the_expert_parallel_size_of_autoep_is_the_default():
     [
         ({}, {}, "neither train_batch_size nor train_micro_batch_size_per_gpu is a number"),
         ({"train_batch_size": 100}, {}, r"is 100, but .* = 6 x 1 x 16 = 96; DeepSpeed refuses"),
+        ({"train_batch_size": 8}, {}, r"is 8, but .* = 1 x 1 x 16 = 16; DeepSpeed"),
         ({"train_batch_size": "many"}, {}, "train_batch_size: got 'many', expected an integer"),
         (None, {"world_size": 0}, "--world-size: got 0, expected an integer >= 1"),
         (None, {"ep_size": -1}, "--ep-size: got -1"),

@@ -137,9 +137,9 @@ def _batch_sizes(
         )
     if micro_batch is None:
         assert train_batch is not None
-        micro_batch = train_batch // dp_size // (gas or 1)
+        micro_batch = max(train_batch // dp_size // (gas or 1), 1)
     if gas is None:
-        gas = 1 if train_batch is None else train_batch // micro_batch // dp_size
+        gas = 1 if train_batch is None else max(train_batch // micro_batch // dp_size, 1)
     if train_batch is not None and train_batch != micro_batch * gas * dp_size:
         raise ValueError(
             f"--config: train_batch_size is {train_batch}, but micro-batch x accumulation x "

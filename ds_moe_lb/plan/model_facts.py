@@ -163,17 +163,19 @@ def _integer(config: Mapping[str, Any], keys: Sequence[str], *, name: str, what:
 
 def _layers(config: Mapping[str, Any], *, name: str) -> tuple[int, list[int]]:
     """Number of layers, and which of them route: an explicit list, else what rules leave over."""
-    listed = _listed_layers(config)
+    listed = _listed_layers(config, name=name)
     if listed is not None and not any(config.get(key) is not None for key in _NUM_LAYERS):
         num_layers = listed[0]
     else:
         num_layers = _integer(config, _NUM_LAYERS, name=name, what="the number of layers")
     if listed is not None:
         return num_layers, [layer for layer in listed[1] if layer < num_layers]
-    return num_layers, [layer for layer in range(num_layers) if _routes(config, layer, num_layers)]
+    dense = _indices(config, "mlp_only_layers", name=name) if config.get("mlp_only_layers") else []
+    routed = [layer for layer in range(num_layers) if _routes(config, layer, num_layers)]
+    return num_layers, [layer for layer in routed if layer not in dense]
 
 
-def _listed_layers(config: Mapping[str, Any]) -> tuple[int, list[int]] | None:
+def _listed_layers(config: Mapping[str, Any], *, name: str) -> tuple[int, list[int]] | None:
     """Entries of a list with one word for each layer, and the layers that route by it."""
     # A router of type hash_moe looks its experts up and has nothing to balance.
     for key, routing in (
@@ -185,12 +187,25 @@ def _listed_layers(config: Mapping[str, Any]) -> tuple[int, list[int]] | None:
         words = config.get(key)
         if isinstance(words, list | str) and routing & set(words):
             return len(words), [layer for layer, word in enumerate(words) if word in routing]
-    indices = config.get("moe_layers")
-    if indices is None and config.get("moe_layers_enum"):
-        indices = [int(word) for word in str(config["moe_layers_enum"]).split(",")]
-    if isinstance(indices, list):
-        return max(indices, default=-1) + 1, sorted(indices)
-    return None
+    if config.get("moe_layers") is not None:
+        indices = _indices(config, "moe_layers", name=name)
+    elif config.get("moe_layers_enum"):
+        indices = _indices(config, "moe_layers_enum", name=name)
+    else:
+        return None
+    return max(indices, default=-1) + 1, sorted(indices)
+
+
+def _indices(config: Mapping[str, Any], key: str, *, name: str) -> list[int]:
+    """Layer indices as a list, or as the words of one string."""
+    value = config[key]
+    words = value.split(",") if isinstance(value, str) else value
+    try:
+        return [int(word) for word in words]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"--model {name}: {key} is {value!r}; plan needs a list of layer indices"
+        ) from None
 
 
 def _routes(config: Mapping[str, Any], layer: int, num_layers: int) -> bool:
@@ -202,7 +217,6 @@ def _routes(config: Mapping[str, Any], layer: int, num_layers: int) -> bool:
     last = get("moe_layer_end_index", -1)
     return (
         config.get("enable_moe_block", True) is not False
-        and layer not in (config.get("mlp_only_layers") or ())
         and (layer + 1) % (get("decoder_sparse_step", 1) or num_layers + 1) == 0
         and (layer + 1) % (get("interleave_moe_layer_step", 1) or num_layers + 1) == 0
         and layer >= get("first_k_dense_replace", 0)
