@@ -1,9 +1,28 @@
-"""The file `latest` of a checkpoint folder, moved on only when a checkpoint is complete."""
+"""Checkpoints of an engine: when the file `latest` moves on, and what rides in the client state."""
 
 import os
 from typing import Any
 
 import deepspeed.comm as dist
+
+from ds_moe_lb.config import SECTION
+
+
+def hide_state(engine: Any) -> None:
+    """Take the plugin's entry out of the client state that an engine without it loads.
+
+    `load_checkpoint` is wrapped and nothing else changes; an installation on this engine goes
+    before.
+    """
+    original = engine.load_checkpoint
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        path, client_state = original(*args, **kwargs)
+        if engine.load_balancer is None and client_state:
+            client_state.pop(SECTION, None)
+        return path, client_state
+
+    engine.__dict__["load_checkpoint"] = load_checkpoint
 
 
 def writes_latest_late(engine: Any) -> bool:

@@ -33,8 +33,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` with global-batch load balancing: same arguments, same results.
 
     Reads the section ``moe_load_balancing`` of the DeepSpeed config. With the section absent, or
-    ``"enabled": false``, this is ``deepspeed.initialize`` and nothing else;
-    ``engine.load_balancer`` is then None.
+    ``"enabled": false``, this is ``deepspeed.initialize`` and ``engine.load_balancer`` is None; all
+    that differs is that a loaded client state lacks what the plugin once saved in it.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``; ``engine.load_balancer`` is the
@@ -52,7 +52,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if SECTION in _compat.raw_config(engine):
         install(engine)
     else:
-        engine.load_balancer = None
+        _leave_off(engine)
     return returned
 
 
@@ -80,7 +80,7 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
     section = parse_config(_compat.raw_config(engine)) if config is None else parse_section(config)
     settings = section or LoadBalancingConfig()
     if not settings.enabled:
-        engine.load_balancer = None
+        _leave_off(engine)
         return None
     warnings = _compat.check_host(engine)
     refuse_unsupported(engine, settings)
@@ -92,6 +92,11 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
             logger.warning(f"{SECTION}: {warning}")
     announce(engine, balancer)
     return balancer
+
+
+def _leave_off(engine: Any) -> None:
+    engine.load_balancer = None
+    checkpoints.hide_state(engine)
 
 
 def _build(engine: Any, config: LoadBalancingConfig, sites: Sequence[RouterSite]) -> LoadBalancer:
@@ -162,7 +167,7 @@ class _Installation:
         self._balancer = balancer
         self._sites = sites
         self._handles: list[Any] = []
-        self._methods: dict[str, Callable[..., Any]] = {}
+        self._methods: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
 
     def apply(self) -> None:
         balancer, root = self._balancer, self._engine.module
@@ -209,10 +214,14 @@ class _Installation:
             handle.remove()
         for site in self._sites:
             site.detach()
-        for name, wrapper in self._methods.items():
+        own = self._engine.__dict__
+        for name, (wrapper, before) in self._methods.items():
             # Somebody may have wrapped ours since; then it stays in between and does nothing.
-            if self._engine.__dict__.get(name) is wrapper:
-                del self._engine.__dict__[name]
+            if own.get(name) is not wrapper:
+                continue
+            del own[name]
+            if before is not None:  # somebody had wrapped the engine's before
+                own[name] = before
         self._engine.load_balancer = None
 
     def _wrap(self, name: str, method: Callable[..., Any]) -> None:
@@ -223,7 +232,7 @@ class _Installation:
                 return original(*args, **kwargs)
             return method(original, *args, **kwargs)
 
-        self._methods[name] = wrapper
+        self._methods[name] = wrapper, self._engine.__dict__.get(name)
         self._engine.__dict__[name] = wrapper
 
     def _forget_calls(self) -> None:

@@ -25,7 +25,7 @@ SECTION = {"estimate": "boundary"}
 GAS = 2
 
 
-def _engine(section, *, ep_size=1, zero_stage=1, num_experts=(8, 12), **extra):
+def _arguments(section, *, ep_size=1, zero_stage=1, num_experts=(8, 12), **extra):
     torch.manual_seed(7)
     model = TinyMoE(k=2, ep_size=ep_size, num_experts=num_experts)
     config = {
@@ -38,9 +38,11 @@ def _engine(section, *, ep_size=1, zero_stage=1, num_experts=(8, 12), **extra):
     }
     if section is not None:
         config["moe_load_balancing"] = section
-    return ds_moe_lb.initialize(
-        model=model, model_parameters=moe_param_groups(model), config=config
-    )[0]
+    return {"model": model, "model_parameters": moe_param_groups(model), "config": config}
+
+
+def _engine(section, **layout):
+    return ds_moe_lb.initialize(**_arguments(section, **layout))[0]
 
 
 def _windows(engine, number, *, first=0):
@@ -153,6 +155,48 @@ def test_switched_off_on_resume_is_plain_deepspeed(tmp_path, zero_stage):
     layout = {"zero_stage": zero_stage}
     off = _load(tmp_path, 2, {"enabled": False}, layout)
     assert off == _load(tmp_path, 2, None, layout)
+
+
+def _check_client_state(folder):
+    saved = _engine(SECTION)
+    _windows(saved, 2)
+    saved.save_checkpoint(folder, client_state={"epoch": 3})
+    expected = _previous_counts(saved)
+    plain = deepspeed.initialize(**_arguments(None))[0]
+    there = set(plain.load_checkpoint(folder)[1])
+    loaded = {}
+    for section in (None, {"enabled": False}):
+        engine = _engine(section)
+        loaded[str(section)] = set(engine.load_checkpoint(folder)[1])
+        assert engine.load_checkpoint(os.path.dirname(folder)) == (None, None)
+    # Installed on an engine that was left off before, the plugin finds its own again.
+    engine.load_checkpoint = _marked(engine.load_checkpoint)
+    balancer = ds_moe_lb.install(engine, SECTION)
+    assert "moe_load_balancing" not in engine.load_checkpoint(folder)[1]
+    assert _previous_counts(engine) == expected
+    balancer.uninstall()
+    assert engine.load_checkpoint.is_the_scripts
+    assert "moe_load_balancing" not in engine.load_checkpoint(folder)[1]
+    return there, loaded
+
+
+def _marked(method):
+    def of_the_script(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    of_the_script.is_the_scripts = True
+    return of_the_script
+
+
+def test_a_client_state_has_no_key_of_ours_where_the_plugin_is_off(tmp_path):
+    """The key of a run with the plugin was handed out to a script that had switched it off.
+
+    Uninstalling also took the script's own wrapper off the engine's methods.
+    """
+    for there, loaded in run_ranks(_check_client_state, 2, str(tmp_path / "saved"), timeout_s=90.0):
+        theirs = there - {"moe_load_balancing"}
+        assert "epoch" in theirs and theirs != there
+        assert loaded == {"None": theirs, "{'enabled': False}": theirs}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
