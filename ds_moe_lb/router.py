@@ -34,7 +34,7 @@ class CallRecord:
     """What a call leaves for its backward and for its recompute; of the size of E.
 
     Attributes:
-        routed_counts_E: counts over all tokens, as the parent reported them; recognises the
+        prob_sum_E: sum of the probabilities of all tokens, fp32, no graph; recognises the
             recompute.
         num_tokens: T.
         masks: masks of the forward, by name, kept because a recompute runs outside of it.
@@ -44,7 +44,7 @@ class CallRecord:
         is_injected: its gradient was added.
     """
 
-    routed_counts_E: Tensor
+    prob_sum_E: Tensor
     num_tokens: int
     masks: Masks
     scale: Tensor | float
@@ -162,7 +162,9 @@ class Router:
         """
         balancer, num_tokens = self.balancer, probs_TE.shape[0]
         in_backward = _compat.in_backward()
-        record = self._recognise(routed_counts_E, num_tokens) if in_backward else None
+        # In both passes alike: selective checkpointing pairs their operations.
+        prob_sum_E = loss.prob_sum(probs_TE.detach())
+        record = self._recognise(prob_sum_E, num_tokens) if in_backward else None
         masks = record.masks if record else balancer.current_masks
         own_mask: Masks = () if used_token is None else (("used_token", used_token),)
         valid_mask_T = self._valid_mask(probs_TE, masks=own_mask + masks)
@@ -173,7 +175,7 @@ class Router:
         else:
             counts_E = routed_counts_E
         if not in_backward:
-            record = CallRecord(routed_counts_E, num_tokens, masks, scale=self._gradient_scale())
+            record = CallRecord(prob_sum_E, num_tokens, masks, scale=self._gradient_scale())
             if balancer.micro_step is not None:
                 self._count(record, balancer.micro_step, probs_TE, valid_mask_T, counts_E)
             elif balancer.may_recompute:
@@ -214,11 +216,12 @@ class Router:
         self._counted.clear()
         self._uncounted.clear()
 
-    def _recognise(self, routed_counts_E: Tensor, num_tokens: int) -> CallRecord | None:
-        """The first pass of what is being recomputed: the nearest counts where several wait.
+    def _recognise(self, prob_sum_E: Tensor, num_tokens: int) -> CallRecord | None:
+        """The first pass of what is being recomputed: the nearest probabilities where several wait.
 
-        Counts tell forwards apart unless two had the same; then the one that was reached least so
-        far is taken. Nested checkpoints ask for one call several times.
+        They tell forwards apart whatever a near tie selects, unless two had the same tokens; then
+        the one that was reached least so far is taken, which leaves the sum of their gradients
+        as it is. Nested checkpoints ask for one call several times.
         """
         records = [r for r in (*self._counted, *self._uncounted) if r.num_tokens == num_tokens]
         if not records:
@@ -226,8 +229,10 @@ class Router:
         records.sort(key=lambda record: (record.is_injected, record.seen_backward))
         nearest = 0
         if len(records) > 1:
-            first_EN = torch.stack([record.routed_counts_E for record in records])
-            nearest = int((first_EN - routed_counts_E).abs().sum(dim=1).argmin())
+            # NaN is as far from any number as can be, and next to itself.
+            first_NE = torch.stack([record.prob_sum_E for record in records])
+            distance_NE = first_NE.nan_to_num(nan=-1e9) - prob_sum_E.nan_to_num(nan=-1e9)
+            nearest = int(distance_NE.abs().sum(dim=1).argmin())
         records[nearest].seen_backward = True
         return records[nearest]
 

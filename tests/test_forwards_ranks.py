@@ -241,6 +241,49 @@ def test_two_forwards_of_one_batch_are_both_injected():
     assert max(run_ranks(_check_same_batch_twice, 2)) < 1e-5
 
 
+def _check_equal_counts(runs):
+    return [[_equal_counts(section, mode) for mode in ("off", mode)] for section, mode in runs]
+
+
+def _equal_counts(section, checkpointing):
+    """Two forwards, the second of which is followed up first; the gate's gradient and the counts.
+
+    On rank 0 the second has other probabilities, but the choices of the first: its tokens are twice
+    as long. On rank 1 nothing is alike, so f differs.
+    """
+    model = _model(num_experts=(8,), checkpointing=checkpointing)
+    torch.nn.init.zeros_(model.project.bias)
+    engine = _engine(section, model=model, gas=2)
+    seen = []
+    for _ in range(2):  # the second window is of estimate `boundary`, if any is
+        batches = [_batch(0), 2.0 * _batch(0) if dist.get_rank() == 0 else _batch(1)]
+        outputs, counts = [], [0]
+        for batch in batches:
+            outputs.append(engine(batch))
+            counts.append(next(iter(engine.load_balancer.counts().values())))
+        seen.append((counts[1] == counts[2] - counts[1]).all().item())
+        for prediction, losses in reversed(outputs):
+            # Weights of their own: a swapped f is not made up for by the other one.
+            weight = 3.0 if prediction is outputs[1][0] else 1.0
+            _backward(engine, prediction, [weight * loss for loss in losses])
+            grads = _gate_grads(engine)
+            engine.step()
+    return grads, seen
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+def test_two_waiting_forwards_with_equal_counts_do_not_swap_f_in_their_recompute(mode):
+    """Recomputes were told apart by their counts: the second forward got f of the first one."""
+    runs = [(section, mode) for section in ({}, {"aux_loss_coeff": 0.5})]
+    results = run_ranks(_check_equal_counts, 2, runs, timeout_s=90.0)
+    for index in range(len(runs)):
+        for rank, rank_results in enumerate(results):
+            (expected, equal), (grads, _) = rank_results[index]
+            assert equal == [rank == 0] * 2
+            assert expected[0].abs().max() > 1e-3
+            assert _largest_difference(grads, expected) < 1e-6, (index, rank)
+
+
 def _check_repeated_installation():
     engine = _engine({})
     for _ in range(3):
