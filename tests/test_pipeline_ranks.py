@@ -5,219 +5,47 @@ ranks; the pipeline gets its balancing injected. All parameters' gradients are c
 step: plain DeepSpeed cannot take every one of these steps (see ``cannot_step``).
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
-import deepspeed
-import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.moe.layer import MoE
-from deepspeed.pipe import PipelineModule
-from torch import nn
 
-import ds_moe_lb
-from models import MODEL_DIM, moe_param_groups
+from pipeline_runs import (
+    COEFF,
+    EVERY_STAGE,
+    FIRST_STAGE,
+    GAS,
+    LAST_STAGE,
+    Case,
+    Outcome,
+    cannot_step,
+    make_engine,
+    make_pipeline,
+    run_pipeline,
+    run_whole,
+    train_window,
+)
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-COEFF = 0.5
-GAS = 3
-NUM_WINDOWS = 2
-NUM_LAYERS = 4  # two on each stage
-# Where the MoE layers are, with the expert-parallel size: number of experts by layer.
-EVERY_STAGE = {1: 8, 3: 12}
-FIRST_STAGE = {0: 8, 1: 12}
-LAST_STAGE = {2: 8}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One engine; two windows."""
-
-    zero_stage: int = 0
-    estimate: str = "running"
-    checkpointing: str = "off"
-    loss_scale: int = 1
-
-
-def cannot_step(moe_on: dict[int, int], zero_stage: int) -> str | None:
-    """Why plain DeepSpeed has no optimizer step for this pipeline, or None where it has."""
-    if zero_stage > 0 and len({layer // 2 for layer in moe_on}) == 1:
-        return (
-            "MoE on one stage only with ZeRO 1: the norm of the gradients is summed over the "
-            "stages once by a stage without experts, twice by one with experts; it hangs"
-        )
-    return None
-
-
-class Dense(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(MODEL_DIM, MODEL_DIM)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
-
-
-class Sparse(nn.Module):
-    def __init__(self, num_experts: int, ep_size: int) -> None:
-        super().__init__()
-        expert = nn.Sequential(nn.Linear(MODEL_DIM, MODEL_DIM), nn.Tanh())
-        self.moe = MoE(MODEL_DIM, expert, num_experts, ep_size, k=2, top2_2nd_expert_sampling=False)
-        self.l_aux: Any = None
-        with torch.no_grad():
-            self.moe.deepspeed_moe.gate.wg.weight.mul_(2.0)  # uneven routing
-
-    def forward(self, x):
-        output, self.l_aux, _ = self.moe(x)
-        return x + output
-
-
-def _layers(moe_on: dict[int, int], ep_size: int) -> list[nn.Module]:
-    torch.manual_seed(42)
-    return [
-        Sparse(moe_on[index], ep_size) if index in moe_on else Dense()
-        for index in range(NUM_LAYERS)
-    ]
-
-
-def _loss(output, label):
-    return (output - label).square().mean()
-
-
-def _batch(window: int, micro_step: int, data_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    seed = (window * GAS + micro_step) * 10 + data_rank
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(2, 5, MODEL_DIM, generator=generator)
-    return x + torch.randn(MODEL_DIM, generator=generator), torch.randn(
-        x.shape, generator=generator
-    )
-
-
-def _engine(model: nn.Module, case: Case, section: dict[str, Any] | None) -> Any:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": GAS,
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": case.zero_stage},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1_000_000,
-    }
-    if isinstance(model, PipelineModule):
-        config["pipeline"] = {
-            "activation_checkpoint_interval": int(case.checkpointing != "off"),
-            "use_reentrant": case.checkpointing != "non_reentrant",
-        }
-    if section is not None:
-        config["moe_load_balancing"] = section
-    engine = ds_moe_lb.initialize(
-        model=model, optimizer=torch.optim.SGD(moe_param_groups(model), lr=0.1), config=config
-    )[0]
-    if case.loss_scale != 1:
-        engine.optimizer.override_loss_scale(case.loss_scale)
-    return engine
-
-
-def _watch_steps(engine: Any, *, takes_step: bool, scale: int) -> list[dict[str, torch.Tensor]]:
-    """Record all gradients before each optimizer step, which may be left out."""
-    windows: list[dict[str, torch.Tensor]] = []
-    step = engine._take_model_step
-
-    def watched(*args: Any) -> None:
-        windows.append(
-            {
-                name.removeprefix("layers."): deepspeed.utils.safe_get_full_grad(p).clone() / scale
-                for name, p in engine.module.named_parameters()
-            }
-        )
-        if takes_step:
-            step(*args)
-        else:
-            engine.optimizer.zero_grad()
-            for accumulated in getattr(engine.optimizer, "averaged_gradients", {}).values():
-                accumulated.clear()
-            engine.global_steps += 1
-
-    engine._take_model_step = watched
-    return windows
-
-
-@dataclass
-class Outcome:
-    """What one rank saw: gradients by window and name, losses and the last report."""
-
-    grads: list[dict[str, torch.Tensor]]
-    losses: list[float]
-    report: dict[str, float]
-
-
-def _pipeline(moe_on: dict[int, int], ep_size: int) -> PipelineModule:
-    return PipelineModule(
-        _layers(moe_on, ep_size), num_stages=2, loss_fn=_loss, partition_method="uniform"
-    )
-
-
-def _run_pipeline(
-    model: PipelineModule, moe_on: dict[int, int], case: Case, section: dict[str, Any] | None
-) -> Outcome:
-    engine = _engine(model, case, section)
-    takes_step = cannot_step(moe_on, case.zero_stage) is None
-    grads = _watch_steps(engine, takes_step=takes_step, scale=case.loss_scale)
-    data_rank = engine.grid.get_data_parallel_rank()
-    losses = [
-        engine.train_batch(iter([_batch(window, m, data_rank) for m in range(GAS)])).item()
-        for window in range(NUM_WINDOWS)
-    ]
-    balancer = engine.load_balancer
-    return Outcome(grads, losses, balancer.metrics() if balancer is not None else {})
-
-
-class Whole(nn.Module):
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return self.layers(x), sum(x.l_aux for x in self.layers if isinstance(x, Sparse))
-
-
-def _run_whole(
-    moe_on: dict[int, int], ep_size: int, case: Case, takes_step: bool, coefficient: float
-) -> Outcome:
-    engine = _engine(Whole(_layers(moe_on, ep_size)), case, {"estimate": case.estimate})
-    grads = _watch_steps(engine, takes_step=takes_step, scale=1)
-    losses = []
-    for window in range(NUM_WINDOWS):
-        total = torch.zeros(())
-        for micro_step in range(GAS):
-            x, label = _batch(window, micro_step, dist.get_rank())
-            output, l_aux = engine(x)
-            loss = _loss(output, label)
-            total += loss.detach() / GAS
-            engine.backward(loss + coefficient * l_aux)
-            engine.step()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return Outcome(grads, losses, engine.load_balancer.metrics())
+# Gradients of three micro-steps and two ranks are rounded to 8 bits in each sum on the way; both
+# runs do that, and may do so in another order.
+BF16_TOLERANCE = 2 * 3 * 2**-9
 
 
 def _check_pipelines(moe_on, ep_size, cases):
     # All models first: each makes groups of the whole world, which hangs in DeepSpeed once it has
     # made expert groups on some stages only.
-    models = [_pipeline(moe_on, ep_size) for _ in cases]
+    models = [make_pipeline(moe_on, ep_size) for _ in cases]
     return [
-        _run_pipeline(model, moe_on, case, {"estimate": case.estimate, "aux_loss_coeff": COEFF})
+        run_pipeline(model, moe_on, case, case.section)
         for model, case in zip(models, cases, strict=True)
     ]
 
 
 def _check_wholes(moe_on, ep_size, runs):
-    return [
-        _run_whole(moe_on, ep_size, Case(estimate=estimate), takes_step, coefficient)
-        for estimate, takes_step, coefficient in runs
-    ]
+    return [run_whole(moe_on, ep_size, *run) for run in runs]
 
 
 CASES = [
@@ -227,6 +55,31 @@ CASES = [
     Case(zero_stage=1, checkpointing="reentrant"),
     Case(zero_stage=1, estimate="boundary"),
 ]
+
+
+def _train_both(moe_on, ep_size, cases):
+    """Compares all; returns the gradients of the first case and those without balancing."""
+
+    def run(case, coefficient=COEFF):
+        takes_step = cannot_step(moe_on, case.zero_stage) is None
+        plain = replace(case, zero_stage=0, checkpointing="off", loss_scale=1)
+        return plain, takes_step, coefficient
+
+    runs = list(dict.fromkeys([run(case) for case in cases] + [run(cases[0], 0.0)]))
+    wholes = run_ranks(_check_wholes, 2, moe_on, ep_size, runs, timeout_s=120)
+    piped = run_ranks(_check_pipelines, 4, moe_on, ep_size, cases, timeout_s=120)
+    for index, case in enumerate(cases):
+        for rank in range(4):
+            stage, data_rank = divmod(rank, 2)
+            expected = wholes[data_rank][runs.index(run(case))]
+            _compare(piped[rank][index], expected, stage, moe_on, case)
+    return wholes[0][0].grads, wholes[0][-1].grads
+
+
+def _largest_difference(first, second, moe_on):
+    """Of each layer's gate, between gradients of the first window."""
+    names = [f"{layer}.moe.deepspeed_moe.gate.wg.weight" for layer in moe_on]
+    return [(first[0][name] - second[0][name]).abs().max().item() for name in names]
 
 
 @pytest.mark.parametrize(
@@ -241,52 +94,65 @@ def test_injection_in_a_pipeline_equals_an_explicit_loss_without_one(moe_on, ep_
     """Install hung for ever where one stage has no MoE layer: its ranks waited for their pipeline
     peers under another name of the process group.
     """
-    steps = {case: cannot_step(moe_on, case.zero_stage) is None for case in CASES}
-    runs = sorted({(case.estimate, steps[case], COEFF) for case in CASES})
-    runs.append((CASES[0].estimate, steps[CASES[0]], 0.0))
-    wholes = run_ranks(_check_wholes, 2, moe_on, ep_size, runs, timeout_s=120)
-    piped = run_ranks(_check_pipelines, 4, moe_on, ep_size, CASES, timeout_s=120)
-    for index, case in enumerate(CASES):
-        expected = [whole[runs.index((case.estimate, steps[case], COEFF))] for whole in wholes]
-        for rank in range(4):
-            stage, data_rank = divmod(rank, 2)
-            ours = piped[rank][index]
-            _compare(ours, expected[data_rank], stage, moe_on, case)
-    without = wholes[0][-1].grads[0]
-    with_balancing = wholes[0][runs.index((CASES[0].estimate, steps[CASES[0]], COEFF))].grads[0]
-    for layer in moe_on:
-        name = f"{layer}.moe.deepspeed_moe.gate.wg.weight"
-        assert (with_balancing[name] - without[name]).abs().max() > 1e-2
+    balanced, without = _train_both(moe_on, ep_size, CASES)
+    assert min(_largest_difference(balanced, without, moe_on)) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("sync_group", "ep_size"), [("expert_parallel", 1), ("expert_data_parallel", 2)]
+)
+def test_a_smaller_sync_group_in_a_pipeline(sync_group, ep_size):
+    """Groups of one rank each: every rank balances its own batches."""
+    cases = [
+        Case(sync_group=sync_group),
+        Case(sync_group=sync_group, zero_stage=1, estimate="boundary", checkpointing="reentrant"),
+    ]
+    balanced, without = _train_both(EVERY_STAGE, ep_size, cases)
+    assert min(_largest_difference(balanced, without, EVERY_STAGE)) > 1e-2
+    of_all_ranks = run_ranks(_check_wholes, 2, EVERY_STAGE, ep_size, [(Case(), True, COEFF)])
+    assert min(_largest_difference(balanced, of_all_ranks[0][0].grads, EVERY_STAGE)) > 1e-3
+
+
+def test_bf16_in_a_pipeline():
+    cases = [Case(bf16=True, zero_stage=1), Case(bf16=True, estimate="boundary")]
+    balanced, without = _train_both(EVERY_STAGE, 2, cases)
+    differences = _largest_difference(balanced, without, EVERY_STAGE)
+    for layer, difference in zip(EVERY_STAGE, differences, strict=True):
+        largest = balanced[0][f"{layer}.moe.deepspeed_moe.gate.wg.weight"].abs().max().item()
+        assert difference > 10 * BF16_TOLERANCE * largest
 
 
 def _compare(
     ours: Outcome, expected: Outcome, stage: int, moe_on: dict[int, int], case: Case
 ) -> None:
-    assert ours.losses == pytest.approx(expected.losses, rel=1e-5)
+    rel = BF16_TOLERANCE if case.bf16 else 1e-5
+    assert ours.losses == pytest.approx(expected.losses, rel=rel)
     for window, grads in enumerate(ours.grads):
         names = {n for n in expected.grads[window] if int(n.split(".")[0]) // 2 == stage}
         assert set(grads) == names
         for name, grad in grads.items():
+            of_whole = expected.grads[window][name]
+            rounding = BF16_TOLERANCE * of_whole.abs().max().item() if case.bf16 else 0.0
             torch.testing.assert_close(
                 grad,
-                expected.grads[window][name],
+                of_whole,
                 rtol=1e-5,
-                atol=2e-7,
+                atol=2e-7 + rounding,
                 msg=lambda text, name=name, window=window: f"{case} {name} {window}: {text}",
             )
     # Reports cover the layers of all stages, in the model's order, on every rank.
     assert f"lbl_used/layer_{len(moe_on) - 1:02d}" in ours.report
     assert f"lbl_used/layer_{len(moe_on):02d}" not in ours.report
-    assert ours.report == pytest.approx(expected.report, rel=1e-5)
+    assert ours.report == pytest.approx(expected.report, rel=rel)
 
 
 def _check_scope_none():
-    models = [_pipeline(EVERY_STAGE, 2) for _ in range(3)]
+    models = [make_pipeline(EVERY_STAGE, 2) for _ in range(3)]
     case = Case(zero_stage=1)
-    plain = _run_pipeline(models[0], EVERY_STAGE, case, None)
-    measured = _run_pipeline(models[1], EVERY_STAGE, case, {"scope": "none"})
+    plain = run_pipeline(models[0], EVERY_STAGE, case, None)
+    measured = run_pipeline(models[1], EVERY_STAGE, case, {"scope": "none"})
     try:
-        _run_pipeline(models[2], EVERY_STAGE, case, {})
+        run_pipeline(models[2], EVERY_STAGE, case, {})
     except ValueError as error:
         return plain, measured, str(error)
 
@@ -299,3 +165,45 @@ def test_scope_none_measures_only_and_a_missing_coefficient_is_refused():
         assert measured.report["valid_tokens/layer_01"] == 2 * GAS * 2 * 5
         assert "moe_load_balancing.aux_loss_coeff: got None" in message
         assert "PipelineEngine" in message
+
+
+def _check_resume(folder, moe_on, case):
+    """Two windows, a save, two more; and the last two again after loading, by fresh engines."""
+    models = [make_pipeline(moe_on, 1) for _ in range(3)]
+    straight = make_engine(models[0], case, case.section)
+    for window in range(2):
+        train_window(straight, case, window)
+    straight.save_checkpoint(folder, client_state={"epoch": 3})
+    with open(f"{folder}/latest") as latest:
+        assert latest.read() == "global_step2"
+    tail = [train_window(straight, case, window) for window in (2, 3)]
+    again = []
+    for model in models[1:]:
+        resumed = make_engine(model, case, case.section)
+        path, client_state = resumed.load_checkpoint(folder)
+        assert path is not None
+        assert client_state["epoch"] == 3 and "moe_load_balancing" not in client_state
+        balance = resumed.load_balancer.balance
+        assert balance.previous is not None
+        if model is models[2]:  # as if the window before had been forgotten
+            balance.previous = None
+        again.append([train_window(resumed, case, window) for window in (2, 3)])
+    pairs = list(zip(models[0].parameters(), models[1].parameters(), strict=True))
+    return tail, again, all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("moe_on", "zero_stage"),
+    [
+        pytest.param(EVERY_STAGE, 0, id="every-stage-zero0"),
+        pytest.param(EVERY_STAGE, 1, id="every-stage-zero1"),
+        pytest.param(LAST_STAGE, 0, id="last-stage-only"),
+    ],
+)
+def test_a_pipeline_resumed_at_a_boundary_is_bit_identical(tmp_path, moe_on, zero_stage):
+    """Also that the window before, which `boundary` needs, is what makes it so."""
+    case = Case(zero_stage=zero_stage, estimate="boundary")
+    results = run_ranks(_check_resume, 4, str(tmp_path), moe_on, case, timeout_s=90)
+    for tail, (resumed, forgetful), has_same_weights in results:
+        assert resumed == tail and has_same_weights
+        assert forgetful != tail
