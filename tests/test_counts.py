@@ -1,5 +1,7 @@
 """The window in one process: the flat layout, the positions, and w E f against numbers by hand."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -109,6 +111,32 @@ def test_counts_stay_exact_beyond_fp32(layout):
         window.end_micro_step(micro_step)
     assert window.local_F.tolist() == [3 * big, 3, 0, 0, 0]
     assert window.local_F.dtype == torch.int64
+
+
+@pytest.mark.parametrize("how", ["together", "by layer"])
+def test_the_sum_of_running_is_exact_beyond_fp32_and_its_f_is_rounded_once(layout, how):
+    """2^24 selections, then one of each expert at a time: an fp32 sum would stand still.
+
+    f of every micro-step is the exact fraction, rounded to fp32 a single time.
+    """
+    window = Window(layout)
+    counts = torch.tensor([2**24, 1, 0, 0, 0])
+    for m in range(60):
+        micro_step = window.begin_micro_step()
+        micro_step.calls = [1, 0]
+        if how == "together":
+            slopes = window.running_slopes(micro_step, counts, num_ranks_L=torch.tensor([2, 2]))[:2]
+        else:
+            slopes = window.running_slope(
+                micro_step, layer=0, global_counts_E=counts[:2], num_ranks=2
+            )
+        window.end_micro_step(micro_step)
+        so_far = [2**24 + m, 1 + m]
+        assert window.global_F.tolist() == [*so_far, 0, 0, 0]
+        # w E f with w = D / N_m, D = 2, E = 2
+        exact = [Fraction(2 * 2 * n, int(counts.sum()) * sum(so_far)) for n in so_far]
+        assert slopes.tolist() == torch.tensor([float(x) for x in exact]).tolist()
+        counts = torch.tensor([1, 1, 0, 0, 0])
 
 
 def summed(positions: list[int], ranks: list[int]) -> torch.Tensor:
