@@ -106,7 +106,7 @@ class CountLayout:
         if list(positions) == list(range(start, start + len(positions))):
             x_L = self._layer_index_L + start
         else:
-            x_L = torch.tensor(positions, device=self.device)
+            x_L = _to_device(positions, torch.int64, self.device)
         message[self._headers_in_message] = torch.stack([x_L, x_L * x_L, x_L * rank], dim=1)
         return message
 
@@ -128,6 +128,11 @@ class CountLayout:
         total_L = self.per_layer_sum(counts_F).clamp(min=1).double()
         scale_L = token_weight_L.double() * self.num_experts_L / total_L
         return (counts_F.double() * scale_L[self.layer_of_expert_F]).float()
+
+
+def _to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a few numbers, without waiting for what the device has yet to do."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def position(*, micro_step: int, call: int, layer: int, num_layers: int) -> int:
@@ -187,7 +192,7 @@ class CompleteWindow:
         next one's balancing stronger.
         """
         tokens_L = layout.num_tokens(self.counts_F)
-        fullness_L = torch.tensor(self.fullness, dtype=torch.float64).to(num_ranks_L.device)
+        fullness_L = _to_device(self.fullness, torch.float64, num_ranks_L.device)
         weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L * gas * fullness_L)
         return layout.slopes(self.counts_F, weight_L)
 
@@ -252,7 +257,8 @@ class Window:
         tokens_L = self.layout.num_tokens(global_counts_F)
         weight_L = loss.token_weight(tokens_L, numerator=num_ranks_L)
         if any(calls > 1 for calls in micro_step.calls):
-            weight_L = weight_L * torch.tensor(micro_step.calls).clamp(min=1).to(weight_L.device)
+            calls = [max(n, 1) for n in micro_step.calls]
+            weight_L = weight_L * _to_device(calls, torch.float64, weight_L.device)
         return self.layout.slopes(self.global_F, weight_L)
 
     def running_slope(

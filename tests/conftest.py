@@ -2,9 +2,8 @@
 
 import os
 
-# Before anything imports torch or deepspeed: one thread, because ranks share few cores.
+# Before anything imports torch: one thread, because ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import random
 
@@ -25,10 +24,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Before anything imports deepspeed, which takes a GPU where it sees one.
+    wants_gpu = config.getoption("markexpr") == "gpu" and torch.cuda.is_available()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if wants_gpu else "cpu")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = os.environ["DS_ACCELERATOR"] == "cuda" and torch.cuda.is_available()
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("gpu") and not on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and pytest -m gpu"))
     items.sort(key=_stage)  # stable: the order inside a stage stays
 
 

@@ -221,7 +221,7 @@ def main_loss(batch: Batch, prediction: torch.Tensor) -> torch.Tensor:
 
 def full_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
     """The gradient as the engine will apply it, after the last backward of a window."""
-    return deepspeed.utils.safe_get_full_grad(parameter).detach().float().clone()
+    return deepspeed.utils.safe_get_full_grad(parameter).detach().float().cpu().clone()
 
 
 @dataclass

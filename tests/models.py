@@ -44,7 +44,7 @@ class Block(nn.Module):
         return x + output, l_aux
 
     def _keep_input_grad(self, grad: Tensor) -> None:
-        self.input_grads.append(grad.detach().reshape(-1, MODEL_DIM).clone())
+        self.input_grads.append(grad.detach().reshape(-1, MODEL_DIM).cpu().clone())
 
 
 class TinyMoE(nn.Module):

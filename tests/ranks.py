@@ -76,11 +76,14 @@ def run_ranks(
     # The fork server takes its environment from here when it starts; ranks inherit it.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Importing DeepSpeed may touch CUDA, which a forked process cannot take along.
+    on_cpu = os.environ["DS_ACCELERATOR"] == "cpu"
+    context = _context if on_cpu else multiprocessing.get_context("spawn")
     directory = Path(tempfile.mkdtemp(prefix="ranks_"))
     processes: list[BaseProcess] = []
     try:
         for rank in range(world_size):
-            process = _context.Process(
+            process = context.Process(
                 target=_worker,
                 args=(fn, args, rank, world_size, str(directory), timeout_s),
                 name=f"rank {rank}",
@@ -242,6 +245,7 @@ def _run_in_group(
     random.seed(BASE_SEED + rank)
     numpy.random.seed(BASE_SEED + rank)
     torch.manual_seed(BASE_SEED + rank)
+    deepspeed.get_accelerator().set_device(rank)  # nothing on a CPU
     dist.init_distributed(
         auto_mpi_discovery=False,
         verbose=False,

@@ -53,6 +53,7 @@ class Script:
     Args:
         model: a TinyMoE; by default the cell's.
         prepare: called with the model before the gates are recorded.
+        unscales: take the optimizer's loss scale out of the gradients.
         extra: further entries of the DeepSpeed JSON.
     """
 
@@ -63,9 +64,11 @@ class Script:
         model: TinyMoE | None = None,
         prepare: Callable[[TinyMoE], None] = lambda model: None,
         lr: float = LEARNING_RATE,
+        unscales: bool = False,
         **extra: Any,
     ) -> None:
         self.cell = cell
+        self.unscales = unscales
         self.model = make_model(cell) if model is None else model
         self.engine = ds_moe_lb.initialize(
             model=self.model,
@@ -83,7 +86,11 @@ class Script:
     def forward(self, batch: Batch) -> torch.Tensor:
         """The micro-step's loss; native ``l_aux`` goes to ``self.l_aux``."""
         dtype = next(self.model.parameters()).dtype
-        prediction, losses = self.engine(batch.x.to(dtype), used_token(batch))
+        mask = used_token(batch)
+        prediction, losses = self.engine(
+            batch.x.to(self.engine.device, dtype),
+            None if mask is None else mask.to(self.engine.device),
+        )
         losses = [loss for loss in losses if loss is not None]
         self.l_aux.append([loss.item() for loss in losses])
         loss = 0.0 * prediction.sum()
@@ -109,6 +116,7 @@ class Script:
             block.input_grads.clear()
         self.l_aux: list[list[float]] = []
         weights = [gate.wg.weight.detach().float().tolist() for gate in self.model.gates()]
+        scale = float(self.engine.optimizer.loss_scale) if self.unscales else 1.0
         for micro_step, batch in enumerate(window_batches):
             is_last = micro_step == len(window_batches) - 1
             between(micro_step)
@@ -126,7 +134,11 @@ class Script:
                 counts = self.counts
             if is_last or boundary not in ("accelerate", "unmanaged"):
                 self.engine.step()
-        return make_record(self.recorder, self.model, weights, grads, [], counts)
+        record = make_record(self.recorder, self.model, weights, grads, [], counts)
+        if self.unscales:
+            record.grads = [grad / scale for grad in record.grads]
+            record.input_grads = [[g / scale for g in grads] for grads in record.input_grads]
+        return record
 
     def gate_grads(self) -> list[torch.Tensor]:
         """The gates' gradients as the engine will apply them."""
