@@ -1,6 +1,6 @@
 """What rank 0 says about an installation: one line, and a warning if it cannot have an effect."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed.comm as dist
 from deepspeed.utils import logger
@@ -10,9 +10,18 @@ from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.config import SECTION
 from ds_moe_lb.monitor import MAX_EXPERT_KEYS
 
+if TYPE_CHECKING:
+    from ds_moe_lb.adapters.transformers import OwnLoss
 
-def announce(engine: Any, balancer: LoadBalancer) -> None:
-    """Say on rank 0 what was installed; warn where it cannot change anything."""
+
+def announce(engine: Any, balancer: LoadBalancer, replaced_loss: "OwnLoss | None") -> None:
+    """Say on rank 0 what was installed; warn where it cannot change anything.
+
+    Args:
+        engine: that the plugin was installed on.
+        balancer: the handle.
+        replaced_loss: the model's own auxiliary loss, whose place was taken.
+    """
     config, reducer = balancer.config, balancer.balance.reducer
     gas = engine.gradient_accumulation_steps()
     layers = balancer.place.layout.layers
@@ -27,10 +36,12 @@ def announce(engine: Any, balancer: LoadBalancer) -> None:
             f"D x G = {num_ranks:g} x {gas}, balance batch size {sequences} sequences, "
             f"{_collectives_per_step(balancer, gas)} count collectives per optimizer step"
         )
-    if config.aux_loss_coeff is None:
+    if balancer.coefficients is None:
         line += ", loss as l_aux" if balancer.replaces_l_aux else ""
-    else:
+    elif config.aux_loss_coeff is not None:
         line += f", aux_loss_coeff {config.aux_loss_coeff:g}"
+    if replaced_loss is not None:
+        line += _weights(balancer, replaced_loss)
     print_dist(line, ranks=[0])
     num_loads = balancer.place.layout.num_counts
     if config.monitor.detail == "expert" and num_loads > MAX_EXPERT_KEYS and dist.get_rank() == 0:
@@ -43,6 +54,24 @@ def announce(engine: Any, balancer: LoadBalancer) -> None:
             f"{SECTION}: D x G is 1, so the global batch is the micro-batch and nothing changes; "
             f"raise gradient_accumulation_steps or the number of data-parallel ranks"
         )
+
+
+def _weights(balancer: LoadBalancer, replaced: "OwnLoss") -> str:
+    """Both weights: of the model's own loss, which is off now, and of the one in its place."""
+    if not replaced.is_on:
+        return ""
+    assert balancer.coefficients is not None
+    ours = sorted(set(balancer.coefficients))
+    own = f"the model's own loss (router_aux_loss_coef {replaced.coefficient:g} on layers pooled, "
+    own += "k when balanced) is off"
+    each = " and ".join(f"{value:g}" for value in ours)
+    if balancer.config.aux_loss_coeff is not None:
+        return f"; {own}"
+    return (
+        f", in place of the model's own loss: {each} on the loss of each layer for its "
+        f"router_aux_loss_coef {replaced.coefficient:g} (k / L of it: {own}). Added once with the "
+        f"engine's 1/G; under transformers' Trainer the model's own had D x G times that effect"
+    )
 
 
 def _collectives_per_step(balancer: LoadBalancer, gas: int) -> int:

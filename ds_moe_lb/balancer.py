@@ -82,6 +82,7 @@ class LoadBalancer:
         self._watches_gradient = self.replaces_l_aux and coefficients is None
         self._l_aux_had_gradient = False
         self._is_unseen_reported = False
+        self._is_first_forward_checked = False
         self.start_window()
 
     # what scripts call
@@ -190,8 +191,36 @@ class LoadBalancer:
         """The root module's forward has ended; not called where it raised."""
         if self.micro_step is None or len(self._outer) > 1:
             return
+        if not self._is_first_forward_checked:
+            self._check_routers_called(self.micro_step)
         self.balance.end_micro_step(self.micro_step)
         self.monitor.end_micro_step(self.micro_step)
+
+    def _check_routers_called(self, micro_step: MicroStep) -> None:
+        """Routers that are observed from outside may have been replaced by something else."""
+        self._is_first_forward_checked = True
+        if any(router.is_native for router in self._routers):
+            return
+        missing = [
+            layer.name
+            for layer, calls in zip(self.layout.layers, micro_step.calls, strict=True)
+            if not calls
+        ]
+        if not missing:
+            return
+        if len(missing) == len(micro_step.calls):
+            raise RuntimeError(
+                f"moe_load_balancing: the model's forward called none of its {len(missing)} "
+                f"routers ({missing[0]!r}, ...), so nothing can be counted: something else, such "
+                f"as a kernel from the hub, took the place of the MoE blocks. Load the model "
+                f"without kernels (use_kernels=False), or remove the section"
+            )
+        log_dist(
+            f"moe_load_balancing: the first forward did not call the routers of "
+            f"{', '.join(missing)}; what is not called is neither balanced nor measured.",
+            ranks=[0],
+            level=logging.WARNING,
+        )
 
     def leave_forward(self) -> None:
         """The root module's forward is over, whether it ended or raised."""

@@ -24,7 +24,6 @@ Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "scope": ("sequence",),
     "estimate": ("carry", "exact"),
-    "valid_tokens": ("labels",),
 }
 _NOT_YET_NON_DEFAULT = ("micro_batch_weight", "z_loss_coeff", "bias_update_rate", "schedule")
 

@@ -1,6 +1,8 @@
 """Which layers of an engine's model can be balanced, and what has to be refused before training."""
 
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
@@ -10,6 +12,9 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_moe_lb.config import SECTION, LoadBalancingConfig
 from ds_moe_lb.gate import NativeSite
 from ds_moe_lb.sites import RouterSite
+
+if TYPE_CHECKING:
+    from ds_moe_lb.adapters.transformers import OwnLoss
 
 
 def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
@@ -52,21 +57,45 @@ def find_sites(model: torch.nn.Module) -> list[RouterSite]:
     Raises:
         ValueError: there are none, or one of them cannot be read; names what was seen.
     """
+    modules = list(model.named_modules())
     sites: list[RouterSite] = [
         NativeSite(name, module)
-        for name, module in model.named_modules()
+        for name, module in modules
         if isinstance(module, MOELayer) and _is_plain_gate(name, module)
     ]
+    # Both packages are in memory if the model has anything of theirs.
+    if "deepspeed.module_inject.auto_ep_layer" in sys.modules:
+        from ds_moe_lb.adapters.autoep import find_autoep_sites
+
+        sites += find_autoep_sites(modules)
+    if "transformers" in sys.modules:
+        from ds_moe_lb.adapters.transformers import find_transformers_sites
+
+        replaced = [site.name for site in sites if not site.has_l_aux]
+        sites += find_transformers_sites(modules, replaced=replaced)
     if not sites and not isinstance(model, PipelineModule):
         gates = [
-            name for name, module in model.named_modules() if "gate" in name.rsplit(".", 1)[-1]
+            name
+            for name, _ in modules
+            if any(word in name.rsplit(".", 1)[-1] for word in ("gate", "router"))
         ]
         seen = f"; modules that look like gates: {', '.join(gates[:8])}" if gates else ""
         raise ValueError(
-            f"{SECTION}: the model ({type(model).__name__}) has no deepspeed.moe.layer.MoE layers, "
-            f"so there is nothing to balance; remove the section or use MoE layers{seen}"
+            f"{SECTION}: the model ({type(model).__name__}) has no deepspeed.moe.layer.MoE layers "
+            f"and no routers of transformers' MoE families, so there is nothing to balance; remove "
+            f"the section or use MoE layers{seen}"
         )
-    return sites
+    order = {module: index for index, (_, module) in enumerate(modules)}
+    return sorted(sites, key=lambda site: order[site.module])
+
+
+def find_own_loss(model: torch.nn.Module) -> "OwnLoss | None":
+    """The auxiliary loss that a transformers model would add itself."""
+    if "transformers" not in sys.modules:
+        return None
+    from ds_moe_lb.adapters import transformers
+
+    return transformers.find_own_loss(model)
 
 
 def _is_plain_gate(name: str, moe_layer: MOELayer) -> bool:
@@ -77,3 +106,26 @@ def _is_plain_gate(name: str, moe_layer: MOELayer) -> bool:
             f"can be balanced"
         )
     return True
+
+
+def input_models(
+    root: torch.nn.Module, sites: Sequence[RouterSite]
+) -> list[tuple[torch.nn.Module, bool]]:
+    """The models whose arguments tell which tokens count.
+
+    Returns:
+        The outermost transformers models that hold observed routers, each with True; else the root
+        with False, whose arguments the plugin knows less about.
+    """
+    routers = {site.module for site in sites if not site.has_l_aux}
+    if not routers:
+        return [(root, False)]
+    from transformers import PreTrainedModel
+
+    models: list[torch.nn.Module] = []
+    for module in root.modules():
+        is_inside = any(module is part for model in models for part in model.modules())
+        if isinstance(module, PreTrainedModel) and not is_inside:
+            if routers & set(module.modules()):
+                models.append(module)
+    return [(model, True) for model in models] or [(root, False)]

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import deepspeed.comm as dist
@@ -11,11 +11,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 
 from ds_moe_lb import _compat, checkpoints
+from ds_moe_lb.adapters.model_inputs import InputReader, OwnLossSwitch
 from ds_moe_lb.announce import announce
 from ds_moe_lb.balancer import LoadBalancer
+from ds_moe_lb.coefficients import layer_coefficients
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
 from ds_moe_lb.counts import CountLayout, RouterLayer
-from ds_moe_lb.discovery import find_sites, refuse_unsupported
+from ds_moe_lb.discovery import find_own_loss, find_sites, input_models, refuse_unsupported
 from ds_moe_lb.process_groups import (
     CountGroup,
     GroupFactory,
@@ -27,6 +29,9 @@ from ds_moe_lb.process_groups import (
 from ds_moe_lb.router import Router
 from ds_moe_lb.sites import RouterSite
 from ds_moe_lb.sync import CountReducer, ModelPlace, compare_signatures, place_among_stages
+
+if TYPE_CHECKING:
+    from ds_moe_lb.adapters.transformers import OwnLoss
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -85,12 +90,15 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
     warnings = _compat.check_host(engine)
     refuse_unsupported(engine, settings)
     sites = find_sites(engine.module)
-    balancer = _build(engine, settings, sites)
-    _Installation(engine, balancer, sites).apply()
+    own_loss = find_own_loss(engine.module)
+    coefficients = layer_coefficients(settings, sites, own_loss)
+    balancer = _build(engine, settings, sites, coefficients)
+    replaced = own_loss if coefficients is not None else None
+    _Installation(engine, balancer, sites, replaced).apply()
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning(f"{SECTION}: {warning}")
-    announce(engine, balancer)
+    announce(engine, balancer, replaced)
     return balancer
 
 
@@ -99,7 +107,12 @@ def _leave_off(engine: Any) -> None:
     checkpoints.hide_state(engine)
 
 
-def _build(engine: Any, config: LoadBalancingConfig, sites: Sequence[RouterSite]) -> LoadBalancer:
+def _build(
+    engine: Any,
+    config: LoadBalancingConfig,
+    sites: Sequence[RouterSite],
+    coefficients: Sequence[float] | None,
+) -> LoadBalancer:
     layers = [
         RouterLayer(index, site.name, site.num_experts, site.top_k)
         for index, site in enumerate(sites)
@@ -112,6 +125,7 @@ def _build(engine: Any, config: LoadBalancingConfig, sites: Sequence[RouterSite]
     signature = {
         "layers": [(x.name, x.num_experts, x.top_k) for x in layers],
         "config": config.model_dump(),
+        "coefficients": coefficients,
     }
     compare_signatures(signature, count_group=everyone)
     groups: list[CountGroup] = [
@@ -139,9 +153,7 @@ def _build(engine: Any, config: LoadBalancingConfig, sites: Sequence[RouterSite]
         reducer=CountReducer(layout, groups),
         place=place,
         report_group=everyone,
-        coefficients=(
-            None if config.aux_loss_coeff is None else [config.aux_loss_coeff] * len(sites)
-        ),
+        coefficients=coefficients,
     )
 
 
@@ -162,10 +174,12 @@ class _Installation:
         engine: Any,
         balancer: LoadBalancer,
         sites: Sequence[RouterSite],
+        replaced_loss: "OwnLoss | None",
     ) -> None:
         self._engine = engine
         self._balancer = balancer
         self._sites = sites
+        self._replaced_loss = replaced_loss
         self._handles: list[Any] = []
         self._methods: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
 
@@ -185,6 +199,10 @@ class _Installation:
             balancer.after_forward()
 
         self._handles.append(root.register_forward_pre_hook(before_forward))
+        for model, has_routers in input_models(root, self._sites):
+            self._handles.append(InputReader(model, balancer, reads_attention_mask=has_routers))
+        if self._replaced_loss is not None:
+            self._handles.append(OwnLossSwitch(self._replaced_loss.model, balancer))
 
         def leave_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
             balancer.leave_forward()

@@ -124,6 +124,31 @@ def token_weight(num_tokens: Tensor, *, numerator: float | Tensor) -> Tensor:
     return torch.where(num_tokens > 0, numerator / num_tokens.clamp(min=1.0), 0.0)
 
 
+def router_probs(logits_TE: Tensor, *, score_function: str) -> Tensor:
+    """The probabilities P is made of: softmax, or another score over its sum over all experts.
+
+    Args:
+        logits_TE: ``(T, E)`` router logits, local; probabilities already for "probabilities".
+        score_function: "softmax", "sigmoid" (DeepSeek-V3), "sqrt_softplus" (DeepSeek-V4) or
+            "probabilities".
+
+    Returns:
+        ``(T, E)`` fp32 (fp64 for fp64 input), rows sum to 1, with the graph of the logits.
+    """
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    if score_function == "softmax":
+        return torch.softmax(logits_TE, dim=-1)
+    if score_function == "sigmoid":
+        scores_TE = torch.sigmoid(logits_TE)
+    elif score_function == "sqrt_softplus":
+        scores_TE = torch.nn.functional.softplus(logits_TE).sqrt()
+    else:
+        assert score_function == "probabilities"
+        scores_TE = logits_TE
+    # Scores that all underflow would be a token without probabilities; no expert is preferred then.
+    return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=1e-20)
+
+
 def router_z_loss(logits_TE: Tensor, *, valid_mask_T: Tensor | None = None) -> Tensor:
     """Mean over valid tokens of ``logsumexp(logits)^2`` (ST-MoE, arXiv 2202.08906, eq. 5).
 

@@ -144,6 +144,19 @@ class Router:
         """Whether the router takes a gradient at all."""
         return self._site.is_trainable
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the layer hands an `l_aux` to the script."""
+        return self._site.has_l_aux
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is counted now, and no backward can follow: evaluation."""
+        balancer = self.balancer
+        return (
+            balancer.micro_step is None and not balancer.may_recompute and not _compat.in_backward()
+        )
+
     def open_call(
         self,
         probs_TE: Tensor,

@@ -5,16 +5,17 @@ looks at one MoE layer over one accumulation window. The selections are an *inpu
 ones), so near ties cannot make the reference disagree.
 
 Indices: m micro-step, r rank, t token, c choice, e expert, i feature. ``x[m][r]`` is a list of
-token rows. Per token the router is ``logits_e = sum_i W_ei x_ti``, ``p = softmax(logits)``.
+token rows. Per token the router is ``logits_e = sum_i W_ei x_ti + b_e`` and ``p_e = s_e / Z`` with
+the score ``s`` of a logit and ``Z = sum_e s_e``; with ``s = exp`` that is the softmax.
 
 What a rank's micro-batch supplies to its backward is
 
     share = coeff * w * E * sum_e f_e * (sum over valid t of p_te)
 
 and the engine divides the sum over micro-steps by G and, for a replicated weight, the sum over
-ranks by D. f carries no gradient, and ``d p_te / d logit_ta = p_te ([e = a] - p_ta)``, hence
+ranks by D. f carries no gradient, and ``d p_te / d logit_ta = ([e = a] - p_te) s'_ta / Z_t``, hence
 
-    d share / d logit_ta = coeff * w * E * p_ta * (f_a - sum_e f_e p_te)     for valid t, else 0
+    d share / d logit_ta = coeff * w * E * s'_ta / Z_t * (f_a - sum_e f_e p_te)  for valid t, else 0
     d share / d W_ai     = sum_t d share / d logit_ta * x_ti
     d share / d x_ti     = sum_a d share / d logit_ta * W_ai
 """
@@ -35,6 +36,8 @@ class Window:
     selections: Sequence[Sequence[Sequence[Sequence[int]]]]  # then [token][choice] -> expert
     valid: Sequence[Sequence[Sequence[bool]]]  # then [token]
     top_k: int
+    bias: Row | None = None  # (E,)
+    score_function: str = "softmax"  # or "sigmoid"
 
     @property
     def num_experts(self) -> int:
@@ -58,15 +61,27 @@ class Result:
     shares: list[list[float]]  # [m][r]: what native l_aux shows, no coefficient
     losses: list[float]  # [m]: mean of the shares over ranks
     weight_grad: list[list[float]]  # (E, M): as the engine leaves it
+    bias_grad: list[float]  # (E,): likewise
     input_grads: list[list[list[list[float]]]]  # [m][r][t][i]: of share / G, not averaged over D
 
 
 def softmax(logits: Row) -> list[float]:
     """The probabilities of one token."""
-    top = max(logits)
-    exponentials = [math.exp(value - top) for value in logits]
-    total = math.fsum(exponentials)
-    return [value / total for value in exponentials]
+    return probabilities(logits, "softmax")[0]
+
+
+def probabilities(logits: Row, score_function: str) -> tuple[list[float], list[float]]:
+    """``p_e`` and ``s'_e / Z`` of one token."""
+    if score_function == "softmax":
+        top = max(logits)
+        scores = [math.exp(value - top) for value in logits]
+        slopes = scores
+    else:
+        assert score_function == "sigmoid"
+        scores = [1.0 / (1.0 + math.exp(-value)) for value in logits]
+        slopes = [s * (1.0 - s) for s in scores]
+    total = math.fsum(scores)
+    return [s / total for s in scores], [s / total for s in slopes]
 
 
 def count(
@@ -131,6 +146,8 @@ def balance(
         for m in range(num_steps)
     ]
     weight_grad = [[0.0] * len(row) for row in window.weight]
+    bias_grad = [0.0] * num_experts
+    bias = window.bias or [0.0] * num_experts
     all_fractions, shares, input_grads = [], [], []
 
     for m in range(num_steps):
@@ -163,13 +180,16 @@ def balance(
                 if not window.valid[m][r][t]:
                     input_grads_mr.append([0.0] * len(x))
                     continue
-                p = softmax([_dot(row, x) for row in window.weight])
+                logits = [_dot(row, x) + b for row, b in zip(window.weight, bias, strict=True)]
+                p, p_slope = probabilities(logits, window.score_function)
                 mean_f = _dot(f, p)
                 share += w * num_experts * mean_f
                 slope = [
-                    coeff * w * num_experts * p[e] * (f[e] - mean_f) for e in range(num_experts)
+                    coeff * w * num_experts * p_slope[e] * (f[e] - mean_f)
+                    for e in range(num_experts)
                 ]
                 for e in range(num_experts):
+                    bias_grad[e] += slope[e] / (num_ranks * num_steps)
                     for i in range(len(x)):
                         weight_grad[e][i] += slope[e] * x[i] / (num_ranks * num_steps)
                 input_grads_mr.append(
@@ -191,6 +211,7 @@ def balance(
         shares=shares,
         losses=[sum(shares_m) / num_ranks for shares_m in shares],
         weight_grad=weight_grad,
+        bias_grad=bias_grad,
         input_grads=input_grads,
     )
 

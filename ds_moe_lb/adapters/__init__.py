@@ -1,0 +1,1 @@
+"""Routers that are not DeepSpeed's own TopKGate: the same balancing through the same records."""

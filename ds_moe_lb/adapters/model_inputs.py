@@ -1,0 +1,136 @@
+"""What a model's own arguments say to the plugin: which tokens count, and that its own loss is off.
+
+Shape legend: B sequences of this micro-batch on this rank, S tokens each, Q and K queries and keys.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_moe_lb.balancer import LoadBalancer
+from ds_moe_lb.config import SECTION
+from ds_moe_lb.router import Masks
+
+_IGNORED_LABEL = -100  # of torch.nn.functional.cross_entropy and of transformers
+# Additive masks hold 0 where a key is attended, and something from -1e4 down to -inf elsewhere.
+_MASKED_FROM = -1e4
+
+
+class InputReader:
+    """Reads the arguments of a model's training forwards.
+
+    Args:
+        model: whose forward takes ``attention_mask`` or ``labels``.
+        balancer: the handle that is told.
+        reads_attention_mask: whether a mask of that name is one of tokens, as in transformers.
+    """
+
+    def __init__(
+        self, model: nn.Module, balancer: LoadBalancer, *, reads_attention_mask: bool
+    ) -> None:
+        self._balancer = balancer
+        self._signature = inspect.signature(model.forward)
+        self._model_name = type(model).__name__
+        self._argument = {
+            "mask": "attention_mask" if reads_attention_mask else None,
+            "labels": "labels",
+            "all": None,
+        }[balancer.config.valid_tokens]
+        self._around: list[Masks] = []
+        self._handles: list[Any] = []
+        if self._argument is not None:
+            self._handles = [
+                model.register_forward_pre_hook(self._before, with_kwargs=True),
+                model.register_forward_hook(self._after, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._around.append(self._balancer.current_masks)
+        if self._balancer.micro_step is None:
+            return
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
+        given = bound | bound.get("kwargs", {})
+        mask = self._read(given)
+        if mask is not None:
+            self._balancer.current_masks += ((self._argument or "", mask),)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._balancer.current_masks = self._around.pop()
+
+    def _read(self, given: dict[str, Any]) -> Tensor | None:
+        value = given.get(self._argument or "")
+        if self._argument == "labels":
+            if isinstance(value, Tensor):
+                return value != _IGNORED_LABEL
+            raise ValueError(
+                f"{SECTION}.valid_tokens: got 'labels', but the forward of {self._model_name} was "
+                f"called with labels = {type(value).__name__}; pass labels, or use 'mask' with "
+                f"engine.load_balancer.token_mask(labels != {_IGNORED_LABEL})"
+            )
+        if isinstance(value, Tensor):
+            return token_mask_of(value, num_sequences=_num_sequences(given))
+        if value is None or any(name == "token_mask" for name, _ in self._balancer.current_masks):
+            return None
+        raise ValueError(
+            f"{SECTION}.valid_tokens: got 'mask', but attention_mask is a {type(value).__name__}, "
+            f"which does not tell which tokens are padding; wrap the forward in "
+            f"engine.load_balancer.token_mask(...), or set valid_tokens to 'all'"
+        )
+
+
+def _num_sequences(given: dict[str, Any]) -> int | None:
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(given.get(name), Tensor):
+            return int(given[name].shape[0])
+    return None
+
+
+def token_mask_of(attention_mask: Tensor, *, num_sequences: int | None) -> Tensor:
+    """Which tokens an attention mask leaves in, ``(B, S)`` bool.
+
+    Args:
+        attention_mask: ``(B, S)``, non-zero = a token; or ``(B, Q, K)`` or ``(B, heads, Q, K)``,
+            where a token counts if any query attends to its column: bool or integer, True = is
+            attended; floating, what is added to the attention scores.
+        num_sequences: B, for masks that are the same for all sequences.
+    """
+    if attention_mask.dim() <= 2:
+        return attention_mask != 0
+    if attention_mask.is_floating_point():
+        attended = attention_mask > _MASKED_FROM
+    else:
+        attended = attention_mask != 0
+    valid_BS = attended.flatten(1, -2).any(dim=1)
+    if num_sequences is not None and valid_BS.shape[0] == 1:
+        valid_BS = valid_BS.expand(num_sequences, -1)
+    return valid_BS
+
+
+class OwnLossSwitch:
+    """Keeps a transformers model from adding its own auxiliary loss in training.
+
+    The model's config, which is saved with its weights, stays as it is.
+    """
+
+    def __init__(self, model: nn.Module, balancer: LoadBalancer) -> None:
+        self._balancer = balancer
+        self._signature = inspect.signature(model.forward)
+        self._handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Give the model its loss back."""
+        self._handle.remove()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._balancer.micro_step is None or not torch.is_grad_enabled():
+            return None
+        bound = self._signature.bind_partial(*args, **kwargs)
+        bound.arguments["output_router_logits"] = False
+        return bound.args, bound.kwargs

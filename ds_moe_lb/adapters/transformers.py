@@ -1,0 +1,157 @@
+"""Routers of transformers models: found, read and observed with no change to the model.
+
+Shape legend: T tokens of this micro-batch on this rank, E experts, K choices per token.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_moe_lb.adapters.observing import observe
+from ds_moe_lb.adapters.router_facts import RouterFacts, read_router
+from ds_moe_lb.sites import RouterSite
+
+if TYPE_CHECKING:
+    from ds_moe_lb.router import Router
+
+
+class TransformersSite(RouterSite):
+    """A router module of a transformers model, observed by a forward hook."""
+
+    def __init__(self, name: str, module: nn.Module, facts: RouterFacts) -> None:
+        super().__init__(
+            name,
+            module,
+            num_experts=facts.num_experts,
+            top_k=facts.top_k,
+            expert_group_name=None,
+        )
+        self._facts = facts
+        self._handle: Any = None
+
+    def attach(self, router: "Router") -> None:
+        facts = self._facts
+
+        def after_router(module: nn.Module, args: Any, output: Any) -> Any:
+            outputs = list(output) if isinstance(output, tuple) else [output]
+            logits_TE = outputs[facts.logits_at].flatten(0, -2)
+            if facts.selected_at is None:
+                selected_TK = torch.topk(logits_TE.detach(), facts.top_k, dim=-1)[1]
+            else:
+                selected_TK = outputs[facts.selected_at].flatten(0, -2)
+            outputs[facts.scores_at] = observe(
+                router,
+                outputs[facts.scores_at],
+                logits_TE=logits_TE,
+                selected_TK=selected_TK,
+                score_function=facts.score_function,
+            )
+            return tuple(outputs) if isinstance(output, tuple) else outputs[0]
+
+        self._handle = self.module.register_forward_hook(after_router)
+
+    def detach(self) -> None:
+        self._handle.remove()
+
+
+def find_transformers_sites(
+    modules: Sequence[tuple[str, nn.Module]], *, replaced: Sequence[str] = ()
+) -> list[RouterSite]:
+    """The routers that the model's own classes name as the source of their router logits.
+
+    Args:
+        modules: the model's named modules.
+        replaced: names of blocks that AutoEP has put in the place of the family's own; it points
+            the model's record of router logits at the gates inside.
+
+    Raises:
+        ValueError: a router of a class that cannot be read; says which and why.
+    """
+    sites: list[RouterSite] = []
+    models = [(name, m) for name, m in modules if isinstance(m, PreTrainedModel)]
+    recorders = [recorder for _, model in models for recorder in _recorders(model)]
+    facts: dict[tuple[type, int], RouterFacts] = {}
+    for name, module in modules:
+        if any(f"{name}.".startswith(f"{block}.") for block in replaced):
+            continue
+        if not any(recorder.matches(name, module) for recorder in recorders):
+            continue
+        # The innermost model around a router has the config that it was built from.
+        around = [m for outer, m in models if not outer or f"{name}.".startswith(f"{outer}.")]
+        config = around[-1].config
+        key = (type(module), id(config))
+        if key not in facts:
+            facts[key] = read_router(module, config, name=name)
+        sites.append(TransformersSite(name, module, facts[key]))
+    return sites
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """Where a model class says that its router logits come from, whether or not it returns them."""
+
+    target_class: type[nn.Module]
+    layer_name: str | None
+
+    def matches(self, name: str, module: nn.Module) -> bool:
+        """As transformers itself looks for them."""
+        if not isinstance(module, self.target_class):
+            return False
+        return self.layer_name is None or f".{self.layer_name.strip('.')}." in f".{name}."
+
+
+def _recorders(model: PreTrainedModel) -> list[_Recorder]:
+    declared = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", [])
+    several = declared if isinstance(declared, list | tuple) else [declared]
+    return [
+        _Recorder(getattr(one, "target_class", None) or one, getattr(one, "layer_name", None))
+        for one in several
+    ]
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A model's own auxiliary loss, which it would add to the loss that it returns.
+
+    Attributes:
+        model: the model that adds it.
+        coefficient: the model's `router_aux_loss_coef`.
+        is_on: it is added by default.
+    """
+
+    model: PreTrainedModel
+    coefficient: float
+    is_on: bool
+
+    def weights(self, sites: Sequence[RouterSite]) -> list[float]:
+        """What each layer's LBL has to weigh in its place: coefficient x k / L.
+
+        The model's loss pools the layers and is k when balanced.
+        """
+        return [self.coefficient * site.top_k / len(sites) for site in sites]
+
+
+def find_own_loss(model: nn.Module) -> OwnLoss | None:
+    """The auxiliary loss of the outermost transformers model that has one."""
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        if "output_router_logits" not in _parameters(module):
+            continue
+        config = module.config.get_text_config()
+        coefficient = getattr(module, "router_aux_loss_coef", None)
+        if coefficient is None:
+            coefficient = getattr(config, "router_aux_loss_coef", None)
+        if coefficient is not None:
+            is_on = bool(getattr(config, "output_router_logits", False)) and coefficient != 0
+            return OwnLoss(module, float(coefficient), is_on)
+    return None
+
+
+def _parameters(model: nn.Module) -> Sequence[str]:
+    return list(inspect.signature(model.forward).parameters)
