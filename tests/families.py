@@ -115,6 +115,20 @@ FAMILIES = {
         },
         "sigmoid",
     ),
+    "minimax_m3": Family(
+        "MiniMaxM3VLForCausalLM",
+        _HEADS
+        | {
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 16,
+            "dense_intermediate_size": 32,
+            "rotary_dim": 8,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        "sigmoid",
+    ),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForCausalLM",
         _HEADS
