@@ -62,7 +62,12 @@ def in_backward() -> bool:
 
 def raw_config(engine: Any) -> dict[str, Any]:
     """The DeepSpeed JSON that the engine was built from, custom sections included."""
-    config: dict[str, Any] = engine._config._param_dict
+    return raw_config_of(engine._config)
+
+
+def raw_config_of(ds_config: Any) -> dict[str, Any]:
+    """The same out of a ``DeepSpeedConfig``, before there is an engine."""
+    config: dict[str, Any] = ds_config._param_dict
     return config
 
 

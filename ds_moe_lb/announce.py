@@ -60,17 +60,14 @@ def _weights(balancer: LoadBalancer, replaced: "OwnLoss") -> str:
     """Both weights: of the model's own loss, which is off now, and of the one in its place."""
     if not replaced.is_on:
         return ""
-    assert balancer.coefficients is not None
-    ours = sorted(set(balancer.coefficients))
-    own = f"the model's own loss (router_aux_loss_coef {replaced.coefficient:g} on layers pooled, "
-    own += "k when balanced) is off"
-    each = " and ".join(f"{value:g}" for value in ours)
+    off = "the model's own loss over all layers pooled, which is off now"
     if balancer.config.aux_loss_coeff is not None:
-        return f"; {own}"
+        return f", instead of router_aux_loss_coef {replaced.coefficient:g} on {off}"
+    assert balancer.coefficients is not None
+    ours = " and ".join(f"{value:g}" for value in sorted(set(balancer.coefficients)))
     return (
-        f", in place of the model's own loss: {each} on the loss of each layer for its "
-        f"router_aux_loss_coef {replaced.coefficient:g} (k / L of it: {own}). Added once with the "
-        f"engine's 1/G; under transformers' Trainer the model's own had D x G times that effect"
+        f", {ours} (router_aux_loss_coef {replaced.coefficient:g} x k / L) on each layer's loss, "
+        f"instead of {off}; under transformers' Trainer that one weighed D x G times as much"
     )
 
 

@@ -1,13 +1,14 @@
 """The LoadBalancer: the handle that users hold, and what follows an engine's forwards and steps."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.utils import log_dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_moe_lb import _compat
 from ds_moe_lb.config import LoadBalancingConfig
@@ -308,3 +309,20 @@ class LoadBalancer:
 
 def _nothing() -> None:
     """Before the installation has wired anything up."""
+
+
+_of_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LoadBalancer]]
+_of_model = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, balancer: LoadBalancer) -> None:
+    """Note whose model this is, for those who are handed the model and not its engine."""
+    _of_model[model] = weakref.ref(balancer)
+
+
+def load_balancer_of(model: nn.Module) -> LoadBalancer | None:
+    """The handle of the engine that trains the model; None without the plugin."""
+    reference = _of_model.get(model)
+    balancer = reference() if reference is not None else None
+    is_on = balancer is not None and balancer.engine.__dict__.get("load_balancer") is balancer
+    return balancer if is_on else None

@@ -13,7 +13,7 @@ from deepspeed.utils import logger
 from ds_moe_lb import _compat, checkpoints
 from ds_moe_lb.adapters.model_inputs import InputReader, OwnLossSwitch
 from ds_moe_lb.announce import announce
-from ds_moe_lb.balancer import LoadBalancer
+from ds_moe_lb.balancer import LoadBalancer, remember
 from ds_moe_lb.coefficients import layer_coefficients
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
 from ds_moe_lb.counts import CountLayout, RouterLayer
@@ -53,12 +53,24 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if raw is not None:
         parse_config(raw)
     returned = deepspeed.initialize(*args, **kwargs)
-    engine = returned[0]
+    install_as_configured(returned[0])
+    return returned
+
+
+def check_before_build(ds_config: Any) -> None:
+    """Refuse a wrong section before an engine is built from this ``DeepSpeedConfig``."""
+    if ds_config is not None:
+        parse_config(_compat.raw_config_of(ds_config))
+
+
+def install_as_configured(engine: Any) -> None:
+    """Do what a new engine's JSON says, once; see :func:`initialize`."""
+    if "load_balancer" in engine.__dict__:  # `ds_moe_lb.auto` was there first
+        return
     if SECTION in _compat.raw_config(engine):
         install(engine)
     else:
         _leave_off(engine)
-    return returned
 
 
 def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalancer | None:
@@ -218,6 +230,7 @@ class _Installation:
         self._wrap("compile", self._compile)
         balancer.wire(routers, forget_calls=self._forget_calls, uninstall=self.revert)
         self._engine.load_balancer = balancer
+        remember(root, balancer)
         frozen = [site.name for site in self._sites if not site.is_trainable]
         if frozen and balancer.injects and dist.get_rank() == 0:
             logger.warning(

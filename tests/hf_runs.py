@@ -126,14 +126,17 @@ class Recorder:
         self.valid = []
 
 
-def make_inputs(run: Run, *, window: int, micro_step: int) -> dict[str, torch.Tensor]:
-    """This rank's micro-batch: other tokens for every rank, window and micro-step."""
-    seed = 1000 * window + 100 * micro_step + dist.get_rank()
+def make_inputs(
+    run: Run, *, window: int, micro_step: int, rank: int | None = None
+) -> dict[str, torch.Tensor]:
+    """A rank's micro-batch (this one's): other tokens for every rank, window and micro-step."""
+    rank = dist.get_rank() if rank is None else rank
+    seed = 1000 * window + 100 * micro_step + rank
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, families.VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
     valid = torch.ones_like(ids, dtype=torch.bool)
     if run.padding != "none":
-        cut = 1 + (dist.get_rank() + micro_step) % 3  # different numbers of tokens everywhere
+        cut = 1 + (rank + micro_step) % 3  # different numbers of tokens everywhere
         valid[1, LENGTH - cut :] = False
         if run.padding == "left":
             valid = valid.flip(1)

@@ -58,6 +58,7 @@ def test_every_preset_gives_the_references_gradient() -> None:
     of_runs([replace(BASE, family=family) for family in PRESETS])
 
 
+@pytest.mark.timeout(4100)  # of the full grid; the cover takes seconds
 @pytest.mark.parametrize("family", GRID_FAMILIES)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_no_level_of_the_grid_changes_the_gradient(

@@ -1,4 +1,4 @@
-"""The command line: `ds-moe-lb train | compare | report | verify | plan`.
+"""The command line: `ds-moe-lb train | compare | report | verify | plan | run`.
 
 A command's module is imported only when it runs, so that `--help` is quick and no accelerator is
 chosen before the command had its say.
@@ -19,6 +19,7 @@ _HELP = {
     "compare": "train twice, with micro-batch and with global-batch loss, and show the difference",
     "report": "redraw the figures of runs and write one self-contained HTML page",
     "verify": "prove on these ranks that counts, loss and gradients equal an fp64 reference",
+    "run": "run a training script as it is, with the plugin on every engine it builds",
     "plan": "say before a run what balancing will see and cost: arithmetic only, no GPU",
 }
 
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         ("report", arguments.add_report),
         ("verify", arguments.add_verify),
         ("plan", arguments.add_plan),
+        ("run", arguments.add_run),
     ):
         description = f"{_HELP[name][0].upper()}{_HELP[name][1:]}."
         add(commands.add_parser(name, help=_HELP[name], description=description))

@@ -180,3 +180,16 @@ def as_flags(values: dict[str, Any]) -> list[str]:
 def flag_list(names: Iterable[str]) -> str:
     """Names of options as the user types them, for messages."""
     return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--module",
+        dest="is_module",
+        action="store_true",
+        help="SCRIPT is the name of a module, as after `python -m`",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="Python script that trains")
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )

@@ -1,0 +1,33 @@
+"""`ds-moe-lb run SCRIPT ARGS...`: a training script as it is, with the plugin on its engines."""
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from ds_moe_lb.cli.arguments import UsageError
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script as `python SCRIPT ARGS...` would; its exit status is that of the process.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    import ds_moe_lb.auto  # noqa: F401
+
+    arguments = list(options.arguments)
+    if options.local_rank is not None:
+        # The deepspeed launcher means this for the script, which it takes `ds_moe_lb` for.
+        arguments.insert(0, f"--local_rank={options.local_rank}")
+    sys.argv = [options.script, *arguments]
+    if options.is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        return 0
+    if not Path(options.script).is_file():
+        raise UsageError(f"{options.script}: no such file; run takes a Python script")
+    sys.path[0] = str(Path(options.script).resolve().parent)
+    runpy.run_path(options.script, run_name="__main__")
+    return 0
