@@ -71,6 +71,22 @@ def test_running_slopes_by_hand(layout):
     assert slopes.tolist() == [0.375, 0.625, 0.0, 0.0, 0.0]
 
 
+def test_f_is_divided_by_all_the_selections_it_counts_not_by_those_of_this_micro_step(layout):
+    """6 tokens, then 2, in shares of 3/4 and 1/4: the divisor of another framework gave 1.5 and 0.5
+    at the second, and another gradient for every other split of the same tokens.
+    """
+    window, num_ranks = Window(layout), torch.tensor([1, 1])
+    for counts, num_tokens in ([6, 0], 6), ([0, 2], 2):
+        micro_step = window.begin_micro_step()
+        micro_step.calls = [1, 0]
+        slopes = window.running_slopes(
+            micro_step, torch.tensor([*counts, 0, 0, 0]), num_ranks_L=num_ranks
+        )
+        f = slopes[:2] * num_tokens / 2  # w E f with w = 1 / N_m, E = 2
+        assert f.sum().item() == 1.0
+    assert f.tolist() == [0.75, 0.25]
+
+
 def test_one_layer_alone_gives_the_same_slope(layout):
     together, alone = Window(layout), Window(layout)
     num_ranks = torch.tensor([2, 2])

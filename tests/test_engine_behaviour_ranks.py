@@ -55,7 +55,7 @@ def _per_rank(results: list, index: int) -> list:
 @pytest.mark.parametrize(
     "modes", [("off", "reentrant"), ("reentrant", "non_reentrant"), ("non_reentrant", "off")]
 )
-def test_one_layer_checkpointed_and_the_other_not(modes):
+def test_recompute_does_not_count_twice_with_one_layer_checkpointed_and_the_other_not(modes):
     """Halving the counts, the stop-gap of others against recompute, breaks exactly here."""
     cells = [
         replace(BASE, mechanism=mechanism, estimate=estimate, top_k=4)
@@ -120,7 +120,7 @@ def test_smaller_sync_groups_weigh_equally(sync_group, groups):
         assert disagreements(cell, _per_rank(results, index), groups=groups) == [], cell
 
 
-def test_boundary_does_not_depend_on_how_ranks_and_steps_cut_the_window():
+def test_gradient_of_boundary_does_not_depend_on_how_ranks_and_accumulation_cut_the_window():
     """The same four micro-batches as 1 x 4, 2 x 2 and 4 x 1, after the same window."""
     kinds = [(tokens, how) for tokens in ("even", "uneven", "masked") for how in MECHANISMS]
     gradients = []  # [cut][kind][layer]

@@ -382,7 +382,7 @@ def _check_different_config():
         return str(error)
 
 
-def test_install_compares_the_ranks():
+def test_ranks_with_different_layers_or_config_are_refused_at_install():
     """gloo pairs collectives of different ranks in silence and returns wrong sums."""
     for message in run_ranks(_check_different_config, 2):
         assert "rank 1 has config" in message and "'boundary'" in message

@@ -162,7 +162,7 @@ def test_oracle_padding():
     assert _loss([10, 2, 2, 2], probs).item() == pytest.approx(1.72, abs=1e-12)
 
 
-def test_oracle_collapsed_logits():
+def test_oracle_softmax_is_applied_once():
     # Logits (8, 0, 0, 0): 4 e^8 / (e^8 + 3) = 3.996; a second softmax on top would give 1.90.
     probs = torch.tensor([[8.0, 0, 0, 0]]).expand(7, 4).softmax(dim=1)
     assert _loss([7, 0, 0, 0], probs).item() == pytest.approx(4.00, abs=5e-3)

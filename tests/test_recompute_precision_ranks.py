@@ -76,7 +76,7 @@ def _train_recomputed(cell, how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_deepspeeds_own_and_nested_checkpoints(how):
+def test_recompute_does_not_count_twice_in_deepspeeds_own_and_nested_checkpoints(how):
     cells = ways(tokens="masked", zero_stage=2)
     cells[0] = replace(cells[0], zero_stage=0)
     runs = [(cell, how) for cell in cells]

@@ -58,7 +58,7 @@ def _train_padded(cell, how):
     return seen
 
 
-def test_padding_left_right_and_none_at_all_are_the_same():
+def test_padding_tokens_are_not_counted_left_right_or_packed():
     cells = ways() + ways(top_k=1, zero_stage=2)[::3] + ways(checkpointing="reentrant")[1:3]
     for rank_results in run_ranks(_check_padding, 2, cells, timeout_s=180):
         for cell, (packed, *padded) in zip(cells, rank_results, strict=True):
@@ -137,7 +137,7 @@ def _uniform_l_aux(cell):
     return l_aux
 
 
-def test_f_sums_to_one_whatever_the_micro_steps():
+def test_f_sums_to_one_whatever_tokens_the_micro_steps_have():
     """With P = 1/E everywhere the loss is the sum of f, though all tokens pick the same experts."""
     cells = [
         replace(BASE, tokens=tokens, top_k=top_k, gradient_accumulation_steps=4)
