@@ -122,7 +122,8 @@ def test_uniform_routing_gives_one_and_collapse_gives_e_over_k():
 
 
 def test_ready_configs_give_a_layout():
-    for path in sorted(config_directory().glob("*.json")):
+    # Those for transformers leave the steps to Trainer ("auto"), and may have ZeRO 3.
+    for path in sorted(config_directory().glob("zero*.json")):
         layout = make_layout(json.loads(path.read_text()), world_size=4, ep_size=2)
         config = layout.engine_config(gas=layout.gas)
         assert layout.gas == 8 and "optimizer" not in config and "tensorboard" not in config
