@@ -38,6 +38,7 @@ EXTRAS = {
         "pytest>=8.0",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
+        "peft>=0.21",
         "ruff>=0.9",
         "mypy>=1.14",
         "setuptools>=77.0",

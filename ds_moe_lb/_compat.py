@@ -3,6 +3,7 @@
 Nothing else in the package reaches behind a public name, so a new host version is checked here.
 """
 
+import importlib.metadata
 import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -137,6 +138,28 @@ def loss_scale(engine: Any) -> torch.Tensor | float:
             return engine.optimizer.scale_if_loss(one).detach()
         scaler = engine.torch_autocast_z0_gradscaler
         return scaler.scale(one).detach() if scaler is not None else 1.0
+
+
+def refuse_broken_autoep(ds_config: dict[str, Any]) -> None:
+    """Say what is wrong before DeepSpeed's AutoEP fails on a transformers it does not know.
+
+    Raises:
+        ValueError: transformers 5.23 changed a signature that AutoEP of DeepSpeed 0.19 calls.
+    """
+    section = ds_config.get("expert_parallel")
+    if not isinstance(section, dict) or not section.get("enabled"):
+        return
+    if Version(deepspeed.__version__) >= Version("0.20"):
+        return
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if Version(version) >= Version("5.23.dev0"):
+        raise ValueError(
+            f"expert_parallel: AutoEP of DeepSpeed {deepspeed.__version__} does not work with "
+            f"transformers {version}; pip install 'transformers>=5.0,<5.23' (5.22.2 is tested)"
+        )
 
 
 def check_host(engine: Any) -> list[str]:

@@ -51,7 +51,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """
     raw = _compat.config_argument(args, kwargs)
     if raw is not None:
-        parse_config(raw)
+        _check_config(raw)
     returned = deepspeed.initialize(*args, **kwargs)
     install_as_configured(returned[0])
     return returned
@@ -60,7 +60,13 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 def check_before_build(ds_config: Any) -> None:
     """Refuse a wrong section before an engine is built from this ``DeepSpeedConfig``."""
     if ds_config is not None:
-        parse_config(_compat.raw_config_of(ds_config))
+        _check_config(_compat.raw_config_of(ds_config))
+
+
+def _check_config(raw: dict[str, Any]) -> None:
+    section = parse_config(raw)
+    if section is not None and section.enabled:
+        _compat.refuse_broken_autoep(raw)
 
 
 def install_as_configured(engine: Any) -> None:

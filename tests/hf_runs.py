@@ -6,6 +6,7 @@ gradient holds the balancing of its own layer only, and the language-model loss 
 Runs on ranks return plain data; the reference is made in the calling process.
 """
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,7 +171,11 @@ def find_routers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     autoep = {name: m for name, m in module.named_modules() if type(m).__name__ == "AutoEPMoELayer"}
     if autoep:
         return {name: layer.router for name, layer in autoep.items()}
-    return {name.rsplit(".", 1)[0]: router for name, router in found.items()}
+    return {
+        name.rsplit(".", 1)[0]: router
+        for name, router in found.items()
+        if not name.endswith("original_module")  # put aside by peft
+    }
 
 
 def own_parameters(router: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -246,7 +251,63 @@ def _full(parameter: torch.nn.Parameter) -> torch.Tensor:
         return parameter.detach().float().clone()
 
 
-def deviations(run: Run, by_rank: list[list[dict[str, Any]]]) -> dict[str, float]:
+def launcher_environment() -> None:
+    """What a launcher sets, which accelerate reads."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    # Asked for, and not used: the process group is there.
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "1"
+    from accelerate import PartialState
+
+    PartialState(cpu=True, backend="gloo")
+
+
+class Watch:
+    """Records an engine's windows from outside: what the routers saw, and the gradients."""
+
+    def __init__(self, engine: Any, run: Run) -> None:
+        self.routers = find_routers(engine.module)
+        self.recorder = Recorder(self.routers, engine.load_balancer.layout.layers[0].top_k)
+        self._run, self._engine = run, engine
+        self._weights = self._now()
+        step = engine.step
+
+        def step_and_record(*args: Any, **kwargs: Any) -> Any:
+            if not engine.is_gradient_accumulation_boundary():
+                return step(*args, **kwargs)
+            grads = {
+                name: {
+                    key: deepspeed.utils.safe_get_full_grad(p).double().tolist()
+                    for key, p in own_parameters(router).items()
+                }
+                for name, router in self.routers.items()
+            }
+            num_steps = len(next(iter(self.recorder.inputs.values())))
+            counts = {name: n.tolist() for name, n in engine.load_balancer.counts().items()}
+            window = len(self.recorder.windows)
+            for micro_step in range(num_steps):
+                valid = make_inputs(run, window=window, micro_step=micro_step)["valid"]
+                self.recorder.valid.append(valid.flatten().tolist())
+            self.recorder.close_window(self._weights, grads)
+            self.recorder.windows[-1]["counts"] = counts
+            returned = step(*args, **kwargs)
+            self._weights = self._now()
+            return returned
+
+        engine.step = step_and_record
+
+    def _now(self) -> dict[str, Any]:
+        weights = {}
+        for name, router in self.routers.items():
+            parameters = own_parameters(router)
+            with deepspeed.zero.GatheredParameters(list(parameters.values())):
+                weights[name] = {k: p.detach().double().tolist() for k, p in parameters.items()}
+        return weights
+
+
+def deviations(
+    run: Run, by_rank: list[list[dict[str, Any]]], *, groups: list[list[int]] | None = None
+) -> dict[str, float]:
     """Largest ``|g - ref| / max(|ref|, FLOOR)`` over all windows, by router parameter.
 
     Also checks that the plugin counted what the reference counts, exactly.
@@ -271,6 +332,7 @@ def deviations(run: Run, by_rank: list[list[dict[str, Any]]]) -> dict[str, float
                 window,
                 estimate=run.section.get("estimate", "running"),
                 previous=previous.get(name),
+                groups=groups,
                 coeff=coefficient(run, window.top_k, len(windows[0]["weights"])),
             )
             previous[name] = window
@@ -296,9 +358,11 @@ def coefficient(run: Run, top_k: int, num_layers: int) -> float:
     return run.model["router_aux_loss_coef"] * top_k / num_layers
 
 
-def check(run: Run, by_rank: list[list[dict[str, Any]]]) -> None:
-    """Assert that a run's gradients are those of the reference."""
-    worst = deviations(run, by_rank)
+def check(
+    run: Run, by_rank: list[list[dict[str, Any]]], *, groups: list[list[int]] | None = None
+) -> None:
+    """Assert that a run's gradients are those of the reference; groups share counts."""
+    worst = deviations(run, by_rank, groups=groups)
     at = max(worst, key=lambda where: worst[where])
     assert worst[at] <= TOLERANCE, f"{run}: {at} deviates by {worst[at]:.2e}"
 

@@ -11,7 +11,9 @@ from ds_moe_lb._configs import config_directory, config_path
 from ds_moe_lb.config import parse_config
 from ranks import run_ranks
 
-RECIPES = sorted(path.stem for path in config_directory().glob("*.json"))
+ALL = sorted(path.stem for path in config_directory().glob("*.json"))
+# Those for transformers run with its Trainer, in test_run.py.
+RECIPES = [name for name in ALL if not name.startswith("hf_")]
 EXPECTED = {
     "zero1_ep2_boundary",
     "zero1_ep2_global_batch",
@@ -44,6 +46,15 @@ def _read(name: str) -> dict:
 
 def test_the_recipes_are_those_that_the_readme_explains() -> None:
     assert set(RECIPES) == EXPECTED
+    assert set(ALL) - EXPECTED == {"hf_zero2", "hf_zero3_autoep2"}
+
+
+@pytest.mark.parametrize("name", ["hf_zero2", "hf_zero3_autoep2"])
+def test_recipe_for_trainer_is_valid_and_leaves_its_numbers_to_trainer(name: str) -> None:
+    recipe = _read(name)
+    assert parse_config(recipe) is not None
+    assert recipe["gradient_accumulation_steps"] == "auto"
+    assert recipe["zero_optimization"]["stage"] == int(name[len("hf_zero")])
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -4,7 +4,6 @@ import os
 from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -13,12 +12,11 @@ from families import make_model
 from hf_runs import (
     LENGTH,
     SEQUENCES,
-    Recorder,
     Run,
+    Watch,
     check,
-    find_routers,
+    launcher_environment,
     make_inputs,
-    own_parameters,
 )
 from ranks import run_ranks
 
@@ -46,58 +44,6 @@ class Batches(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.rows[index]
-
-
-def launcher_environment() -> None:
-    """What a launcher sets, which accelerate reads."""
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    # Asked for, and not used: the process group is there.
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "1"
-    from accelerate import PartialState
-
-    PartialState(cpu=True, backend="gloo")
-
-
-class Watch:
-    """Records an engine's windows from outside: what the routers saw, and the gradients."""
-
-    def __init__(self, engine: Any, run: Run) -> None:
-        self.routers = find_routers(engine.module)
-        self.recorder = Recorder(self.routers, engine.load_balancer.layout.layers[0].top_k)
-        self._run, self._engine = run, engine
-        self._weights = self._now()
-        step = engine.step
-
-        def step_and_record(*args: Any, **kwargs: Any) -> Any:
-            grads = {
-                name: {
-                    key: deepspeed.utils.safe_get_full_grad(p).double().tolist()
-                    for key, p in own_parameters(router).items()
-                }
-                for name, router in self.routers.items()
-            }
-            num_steps = len(next(iter(self.recorder.inputs.values())))
-            counts = {name: n.tolist() for name, n in engine.load_balancer.counts().items()}
-            window = len(self.recorder.windows)
-            for micro_step in range(num_steps):
-                valid = make_inputs(run, window=window, micro_step=micro_step)["valid"]
-                self.recorder.valid.append(valid.flatten().tolist())
-            self.recorder.close_window(self._weights, grads)
-            self.recorder.windows[-1]["counts"] = counts
-            returned = step(*args, **kwargs)
-            self._weights = self._now()
-            return returned
-
-        engine.step = step_and_record
-
-    def _now(self) -> dict[str, Any]:
-        weights = {}
-        for name, router in self.routers.items():
-            parameters = own_parameters(router)
-            with deepspeed.zero.GatheredParameters(list(parameters.values())):
-                weights[name] = {k: p.detach().double().tolist() for k, p in parameters.items()}
-        return weights
 
 
 def _train_with_trainer(run: Run) -> Any:

@@ -79,6 +79,8 @@ def find_transformers_sites(
     for name, module in modules:
         if any(f"{name}.".startswith(f"{block}.") for block in replaced):
             continue
+        if name.endswith(".original_module"):  # peft trains a copy in its place (modules_to_save)
+            continue
         if not any(recorder.matches(name, module) for recorder in recorders):
             continue
         # The innermost model around a router has the config that it was built from.

@@ -1,0 +1,318 @@
+"""What scripts do with a transformers model round its training, and what it must not change."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+
+import ds_moe_lb
+from families import make_model
+from hf_runs import (
+    COEFF,
+    LEARNING_RATE,
+    Run,
+    Watch,
+    check,
+    find_routers,
+    forward,
+    launcher_environment,
+    make_inputs,
+    start_engine,
+)
+from ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+BASE = Run("qwen3_moe", padding="right", num_windows=2)
+AUTOEP = replace(BASE, autoep_size=2)
+
+
+def check_on_ranks(worker: Any, run: Run, *, world_size: int = 2) -> None:
+    check(run, run_ranks(worker, world_size, run, timeout_s=120.0))
+
+
+# loops
+
+
+def _accelerate_loop(run: Run) -> list[dict[str, Any]]:
+    launcher_environment()
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    import ds_moe_lb.auto  # noqa: F401
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=run.config()),
+    )
+    torch.manual_seed(7)
+    model = make_model(run.family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    config.pop("optimizer")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    watch = Watch(model, run)
+    for window in range(run.num_windows):
+        for micro_step in range(run.gradient_accumulation_steps):
+            inputs = make_inputs(run, window=window, micro_step=micro_step)
+            with accelerator.accumulate(model):
+                accelerator.backward(0.0 * forward(run, model, inputs).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return watch.recorder.windows
+
+
+def test_an_accelerate_loop_gives_the_references_gradient() -> None:
+    check_on_ranks(_accelerate_loop, BASE)
+
+
+def _plain_loop(run: Run) -> list[dict[str, Any]]:
+    engine = start_engine(run)
+    watch = Watch(engine, run)
+    for window in range(run.num_windows):
+        for micro_step in range(run.gradient_accumulation_steps):
+            inputs = make_inputs(run, window=window, micro_step=micro_step)
+            (0.0 * forward(run, engine, inputs).loss).backward()
+            engine.step()
+    return watch.recorder.windows
+
+
+@pytest.mark.parametrize("run", [BASE, AUTOEP], ids=["replicated", "autoep"])
+def test_a_loop_with_loss_backward_gives_the_references_gradient(run: Run) -> None:
+    check_on_ranks(_plain_loop, run)
+
+
+def _lora_loop(run: Run) -> list[dict[str, Any]]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(7)
+    model = get_peft_model(
+        make_model(run.family),
+        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["gate"]),
+    )
+    engine = ds_moe_lb.initialize(
+        model=model, model_parameters=model.parameters(), config=run.config()
+    )[0]
+    assert len(engine.load_balancer.layout.layers) == 2  # and not the copies that peft put aside
+    watch = Watch(engine, run)
+    for window in range(run.num_windows):
+        for micro_step in range(run.gradient_accumulation_steps):
+            inputs = make_inputs(run, window=window, micro_step=micro_step)
+            engine.backward(0.0 * forward(run, engine, inputs).loss)
+            engine.step()
+    return watch.recorder.windows
+
+
+def test_lora_with_trained_routers_gives_the_references_gradient() -> None:
+    pytest.importorskip("peft")
+    check_on_ranks(_lora_loop, BASE)
+
+
+def _lora_with_frozen_routers(run: Run) -> tuple[list[str], dict[str, float]]:
+    from peft import LoraConfig, get_peft_model
+
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("DeepSpeed").addHandler(handler)
+    torch.manual_seed(7)
+    model = get_peft_model(make_model(run.family), LoraConfig(r=2, target_modules=["q_proj"]))
+    engine = ds_moe_lb.initialize(
+        model=model, model_parameters=model.parameters(), config=run.config()
+    )[0]
+    for micro_step in range(run.gradient_accumulation_steps):
+        inputs = make_inputs(run, window=0, micro_step=micro_step)
+        engine.backward(forward(run, engine, inputs).loss)
+        engine.step()
+    return warnings, engine.load_balancer.metrics()
+
+
+def test_frozen_routers_are_measured_and_named_in_one_warning() -> None:
+    pytest.importorskip("peft")
+    (warnings, metrics), _ = run_ranks(_lora_with_frozen_routers, 2, BASE)
+    frozen = [text for text in warnings if "are frozen" in text]
+    assert len(frozen) == 1 and "layers.0" in frozen[0] and "layers.1" in frozen[0]
+    assert metrics["lbl_global_batch"] > 0.0
+
+
+# what must not change
+
+
+def _with_evaluation_inside_the_window(run: Run) -> list[dict[str, Any]]:
+    engine = start_engine(run)
+    watch = Watch(engine, run)
+    for window in range(run.num_windows):
+        for micro_step in range(run.gradient_accumulation_steps):
+            inputs = make_inputs(run, window=window, micro_step=micro_step)
+            watch.recorder.is_paused = True
+            with torch.no_grad():
+                forward(run, engine, inputs)  # in training mode
+                engine.eval()
+                forward(run, engine, inputs)
+                ids, mask = inputs["input_ids"], inputs["attention_mask"]
+                # With a cache a router gets one token for each sequence, the mask covers all.
+                engine.module.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+                engine.train()
+            watch.recorder.is_paused = False
+            engine.backward(0.0 * forward(run, engine, inputs).loss)
+            engine.step()
+    return watch.recorder.windows
+
+
+@pytest.mark.parametrize("run", [BASE, AUTOEP], ids=["replicated", "autoep"])
+def test_evaluation_and_generation_inside_a_window_change_nothing(run: Run) -> None:
+    check_on_ranks(_with_evaluation_inside_the_window, run)
+
+
+def _bits(run: Run, *, section: dict[str, Any] | None, uninstall: bool = False) -> list[Any]:
+    """Losses and final router weights of two windows of ordinary training."""
+    config = run.config()
+    if section is None:
+        del config["moe_load_balancing"]
+    else:
+        config["moe_load_balancing"] = section
+    torch.manual_seed(7)
+    model = make_model(run.family, **run.model)
+    engine = ds_moe_lb.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
+    if uninstall:
+        engine.load_balancer.uninstall()
+    losses = []
+    for window in range(run.num_windows):
+        for micro_step in range(run.gradient_accumulation_steps):
+            output = forward(run, engine, make_inputs(run, window=window, micro_step=micro_step))
+            losses.append(output.loss.item())
+            engine.backward(output.loss)
+            engine.step()
+    keys = sorted(engine.module.state_dict())
+    weights = [router.state_dict() for router in find_routers(engine.module).values()]
+    return [losses, [{k: v.tolist() for k, v in w.items()} for w in weights], keys]
+
+
+def _all_bits(run: Run, keeps_own_loss: bool) -> list[list[Any]]:
+    measured = {"scope": "none"} if keeps_own_loss else {"aux_loss_coeff": 0}
+    return [
+        _bits(run, section=None),
+        _bits(run, section={"enabled": False}),
+        _bits(run, section={"scope": "none"}),
+        _bits(run, section=measured),
+        _bits(run, section={"aux_loss_coeff": COEFF}, uninstall=True),
+        _bits(run, section={"aux_loss_coeff": COEFF}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "keeps_own_loss"),
+    [
+        (replace(BASE, model={"output_router_logits": True, "router_aux_loss_coef": 0.1}), True),
+        (BASE, False),
+        (replace(AUTOEP, family="deepseek_v3"), False),
+    ],
+    ids=["own loss", "replicated", "autoep"],
+)
+def test_training_is_bit_identical_where_nothing_is_balanced(
+    run: Run, keeps_own_loss: bool
+) -> None:
+    for plain, *others, balanced in run_ranks(_all_bits, 2, run, keeps_own_loss, timeout_s=120.0):
+        for other in others:
+            assert other == plain
+        assert balanced[1] != plain[1]
+        assert balanced[2] == plain[2]  # the same keys in a checkpoint
+
+
+# messages
+
+
+def _messages(run: Run) -> dict[str, str]:
+    cases: dict[str, Any] = {
+        "own loss off": {},
+        "no expert groups": {"aux_loss_coeff": 1.0, "sync_group": "expert_parallel"},
+        "labels missing": {"aux_loss_coeff": 1.0, "valid_tokens": "labels"},
+        "mask of another kind": {"aux_loss_coeff": 1.0},
+        "routers replaced": {"aux_loss_coeff": 1.0},
+        "top_k changed": {"aux_loss_coeff": 1.0},
+    }
+    said = {}
+    for name, section in cases.items():
+        torch.manual_seed(7)
+        model = make_model(run.family)
+        inputs = make_inputs(run, window=0, micro_step=0)
+        config = run.config() | {"moe_load_balancing": section}
+        try:
+            engine = ds_moe_lb.initialize(
+                model=model, model_parameters=model.parameters(), config=config
+            )[0]
+            ids, mask = inputs["input_ids"], inputs["attention_mask"]
+            if name == "routers replaced":
+                for layer in model.model.layers:
+                    layer.mlp.forward = lambda x: x
+            if name == "top_k changed":
+                for router in find_routers(model).values():
+                    router.top_k = 3
+            if name == "mask of another kind":
+                engine(input_ids=ids, attention_mask={"full_attention": None})
+            else:
+                engine(input_ids=ids, attention_mask=mask)
+            said[name] = "nothing"
+        except (ValueError, RuntimeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def test_what_cannot_work_is_one_clear_message() -> None:
+    expected = {
+        "own loss off": r"ValueError: .*aux_loss_coeff: got None.*output_router_logits",
+        "no expert groups": r"ValueError: .*sync_group: got 'expert_parallel'.*'data_parallel'",
+        "labels missing": r"ValueError: .*valid_tokens: got 'labels'.*pass labels",
+        "mask of another kind": r"ValueError: .*attention_mask is a dict.*token_mask",
+        "routers replaced": r"RuntimeError: .*called none of its 2 routers.*use_kernels=False",
+        "top_k changed": r"RuntimeError: .*chooses 3, but had E=8 k=2",
+    }
+    for said in run_ranks(_messages, 2, BASE):
+        for name, pattern in expected.items():
+            assert __import__("re").search(pattern, said[name]), (name, said[name])
+
+
+def _announcement(run: Run) -> str:
+    import contextlib
+    import io
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        start_engine(run)
+    return said.getvalue()
+
+
+def test_both_weights_are_said_once() -> None:
+    own = {"output_router_logits": True, "router_aux_loss_coef": 0.02, "num_hidden_layers": 4}
+    said, other = run_ranks(_announcement, 2, replace(BASE, section={}, model=own))
+    line = next(line for line in said.splitlines() if "moe_load_balancing" in line)
+    assert "4 MoE layers (E=8 k=2)" in line
+    # 0.02 x k = 2 / L = 4
+    assert "0.01 (router_aux_loss_coef 0.02 x k / L) on each layer's loss" in line
+    assert "D x G = 2 x 2" in line
+    assert "moe_load_balancing" not in other
+
+
+def _counts_in_groups(run: Run) -> list[dict[str, Any]]:
+    engine = start_engine(run)
+    watch = Watch(engine, run)
+    for micro_step in range(run.gradient_accumulation_steps):
+        inputs = make_inputs(run, window=0, micro_step=micro_step)
+        engine.backward(0.0 * forward(run, engine, inputs).loss)
+        engine.step()
+    assert dist.get_world_size() == 4
+    return watch.recorder.windows
+
+
+@pytest.mark.parametrize(
+    ("sync_group", "groups"),
+    [("expert_parallel", [[0, 1], [2, 3]]), ("expert_data_parallel", [[0, 2], [1, 3]])],
+)
+def test_autoep_counts_within_smaller_groups(sync_group: str, groups: list[list[int]]) -> None:
+    section = {"aux_loss_coeff": COEFF, "sync_group": sync_group}
+    run = replace(AUTOEP, section=section, num_windows=1)
+    check(run, run_ranks(_counts_in_groups, 4, run), groups=groups)
