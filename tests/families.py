@@ -142,6 +142,9 @@ FAMILIES = {
     ),
 }
 
+# Those that AutoEP of DeepSpeed 0.19.8 can shard.
+PRESETS = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3")
+
 
 def make_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
     """A tiny fp32 model in training mode; the caller seeds. Routers start with uneven routing."""

@@ -1,5 +1,8 @@
 """Masks, coefficients and router facts of the adapters, by hand and without ranks."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ from ds_moe_lb.adapters.transformers import find_own_loss, find_transformers_sit
 from ds_moe_lb.coefficients import layer_coefficients
 from ds_moe_lb.config import parse_section
 from ds_moe_lb.loss import router_probs
-from families import FAMILIES, make_model, routers
+from families import FAMILIES, PRESETS, make_model, routers
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -132,3 +135,13 @@ def test_a_transformers_that_autoep_does_not_know_is_named(monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"does not work with transformers 5\.23\.1.*<5\.23"):
         _compat.refuse_broken_autoep(config)
     _compat.refuse_broken_autoep({"expert_parallel": {"enabled": False}})
+
+
+def test_the_readme_names_the_families_that_are_run() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    row = next(line for line in readme.splitlines() if "the model's own routers" in line)
+    named = re.findall(r"\b[a-z]+\w*\d*\b", row.split("|")[2])
+    assert set(named) - {"softmax", "sigmoid"} == set(FAMILIES)
+    row = next(line for line in readme.splitlines() if line.startswith("| AutoEP"))
+    named = re.findall(r"\b[a-z]+\w*\d+\w*\b|mixtral", row.split("|")[2])
+    assert set(named) == set(PRESETS)

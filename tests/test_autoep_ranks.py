@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from families import PRESETS
 from hf_runs import Run
 from test_transformers_ranks import of_runs
 
 pytestmark = pytest.mark.ranks
 
 BASE = Run("qwen3_moe", autoep_size=2, padding="right")
-PRESETS = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3")
 
 GRID_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 LEVELS = {

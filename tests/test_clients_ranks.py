@@ -22,6 +22,7 @@ from hf_runs import (
     make_inputs,
     start_engine,
 )
+from models import MODEL_DIM, TinyMoE
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -223,6 +224,39 @@ def test_training_is_bit_identical_where_nothing_is_balanced(
         assert balanced[2] == plain[2]  # the same keys in a checkpoint
 
 
+def _losses(run: Run) -> list[list[Any]]:
+    """Loss and auxiliary loss in training, and in evaluation, with the model's own loss replaced,
+    and of plain DeepSpeed with it off and on."""
+    own = {"output_router_logits": True, "router_aux_loss_coef": 100.0}
+    seen = []
+    for section, model_keys in (({}, own), (None, {}), (None, own)):
+        config = run.config() | {"moe_load_balancing": section}
+        if section is None:
+            del config["moe_load_balancing"]
+        torch.manual_seed(7)
+        model = make_model(run.family, **model_keys)
+        engine = ds_moe_lb.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
+        inputs = make_inputs(run, window=0, micro_step=0)
+        trained = forward(run, engine, inputs)
+        asked = engine(inputs["input_ids"], labels=inputs["labels"], output_router_logits=True)
+        engine.eval()
+        with torch.no_grad():
+            evaluated = forward(run, engine, inputs)
+        seen.append([trained.loss.item(), trained.aux_loss, asked.aux_loss, evaluated.loss.item()])
+        assert model.config.output_router_logits == ("output_router_logits" in model_keys)
+    return [[value if value is None else float(value) for value in row] for row in seen]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "minimax_m2"])
+def test_the_models_own_loss_is_added_in_evaluation_only(family: str) -> None:
+    for ours, off, on in run_ranks(_losses, 2, replace(BASE, family=family)):
+        assert ours[:3] == [off[0], None, None]  # also where the script asks for router logits
+        assert ours[3] == on[3] > off[3] + 1.0
+        assert on[0] > off[0] + 1.0 and on[2] is not None
+
+
 # messages
 
 
@@ -316,3 +350,31 @@ def test_autoep_counts_within_smaller_groups(sync_group: str, groups: list[list[
     section = {"aux_loss_coeff": COEFF, "sync_group": sync_group}
     run = replace(AUTOEP, section=section, num_windows=1)
     check(run, run_ranks(_counts_in_groups, 4, run), groups=groups)
+
+
+class _Labelled(TinyMoE):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return super().forward(x)
+
+
+def _count_labelled_tokens() -> tuple[list[int], str]:
+    model = _Labelled(k=2)
+    config = Run("").config() | {"moe_load_balancing": {"valid_tokens": "labels"}}
+    config["zero_optimization"] = {"stage": 0}
+    engine = ds_moe_lb.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
+    labels = torch.tensor([[5, -100, 7], [-100, -100, 1]])
+    engine(torch.randn(2, 3, MODEL_DIM), labels=labels)
+    counted = [int(n.sum()) for n in engine.load_balancer.counts().values()]
+    try:
+        engine(torch.randn(2, 3, MODEL_DIM))
+    except ValueError as error:
+        return counted, str(error)
+    return counted, ""
+
+
+def test_labels_tell_which_tokens_of_native_layers_count() -> None:
+    for counted, message in run_ranks(_count_labelled_tokens, 2):
+        assert counted == [6, 6]  # two layers, three tokens with a label, k = 2
+        assert "the forward of _Labelled was called with labels = NoneType" in message

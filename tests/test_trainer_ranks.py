@@ -106,7 +106,7 @@ def test_trainers_factors_of_processes_and_steps_do_not_reach_the_gradient(
 ) -> None:
     runs = [replace(BASE, num_windows=2)]
     if world_size == 2:
-        own = {"output_router_logits": True, "router_aux_loss_coef": 0.75}
+        own = {"output_router_logits": True, "router_aux_loss_coef": 0.75, "num_hidden_layers": 3}
         runs += [
             replace(BASE, section={}, model=own, num_windows=2),
             replace(BASE, zero_stage=3, autoep_size=2, num_windows=2),
