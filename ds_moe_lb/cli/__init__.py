@@ -1,4 +1,4 @@
-"""The command line: `ds-moe-lb train | compare | report | verify | plan | run`.
+"""The command line: `ds-moe-lb train | compare | convert | report | verify | plan | run`.
 
 A command's module is imported only when it runs, so that `--help` is quick and no accelerator is
 chosen before the command had its say.
@@ -17,6 +17,7 @@ EXIT_INTERRUPTED = 130
 _HELP = {
     "train": "train a small MoE language model on text, with any DeepSpeed config",
     "compare": "train twice, with micro-batch and with global-batch loss, and show the difference",
+    "convert": "make an MoE checkpoint from a dense transformers checkpoint, as in LLaMA-MoE",
     "report": "redraw the figures of runs and write one self-contained HTML page",
     "verify": "prove on these ranks that counts, loss and gradients equal an fp64 reference",
     "run": "run a training script as it is, with the plugin on every engine it builds",
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, add in (
         ("train", arguments.add_train),
         ("compare", arguments.add_compare),
+        ("convert", arguments.add_convert),
         ("report", arguments.add_report),
         ("verify", arguments.add_verify),
         ("plan", arguments.add_plan),

@@ -1,8 +1,8 @@
-"""What the person at the terminal sees while a run trains. Only rank 0 shows anything."""
+"""What the person at the terminal sees while something long runs. Only rank 0 shows anything."""
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 _LINES_PER_RUN = 20
@@ -18,25 +18,43 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-def make_progress(*, label: str, first_step: int, steps: int, shown: bool) -> Progress:
-    """A bar on a terminal with rich installed, plain lines elsewhere, nothing when not `shown`."""
-    if not shown:
-        return Silent()
-    if sys.stdout.isatty():
-        try:
-            return Bar(label=label, first_step=first_step, steps=steps)
-        except ModuleNotFoundError:  # rich is an extra
-            pass
-    return Lines(label=label, steps=steps)
+Describe = Callable[[Mapping[str, Any]], str]
 
 
-def describe(record: Mapping[str, Any]) -> str:
+def describe_training(record: Mapping[str, Any]) -> str:
     """Loss, speed and balance of one step in one line."""
     text = f"loss {record['lm_loss']:.3f} {record['tokens_per_second']:,.0f} tok/s"
     for key, name in (("lbl_global_batch", "LBL"), ("max_violation_global_batch", "MaxVio")):
         if key in record:
             text += f" {name} {record[key]:.2f}"
     return text
+
+
+def make_progress(
+    *,
+    label: str,
+    first_step: int,
+    steps: int,
+    shown: bool = True,
+    describe: Describe = describe_training,
+) -> Progress:
+    """A bar on a terminal with rich installed, plain lines elsewhere, nothing when not `shown`.
+
+    Args:
+        label: what runs.
+        first_step: steps done before.
+        steps: steps in all.
+        shown: False on every rank but one.
+        describe: the text behind the bar, from the record of the last step.
+    """
+    if not shown:
+        return Silent()
+    if sys.stdout.isatty():
+        try:
+            return Bar(label=label, first_step=first_step, steps=steps, describe=describe)
+        except ModuleNotFoundError:  # rich is an extra
+            pass
+    return Lines(label=label, steps=steps, describe=describe)
 
 
 class Silent:
@@ -55,14 +73,15 @@ class Silent:
 class Lines:
     """About twenty lines per run, for logs and pipes."""
 
-    def __init__(self, *, label: str, steps: int) -> None:
+    def __init__(self, *, label: str, steps: int, describe: Describe) -> None:
         self._label = label
+        self._describe = describe
         self._steps = steps
         self._interval = max(1, steps // _LINES_PER_RUN)
 
     def update(self, step: int, record: Mapping[str, Any]) -> None:
         if step % self._interval == 0 or step == self._steps:
-            self.note(f"step {step}/{self._steps}  {describe(record)}")
+            self.note(f"step {step}/{self._steps}  {self._describe(record)}")
 
     def note(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {self._label}: {text}", flush=True)
@@ -74,7 +93,7 @@ class Lines:
 class Bar:
     """A rich progress bar with the numbers of the last step behind it."""
 
-    def __init__(self, *, label: str, first_step: int, steps: int) -> None:
+    def __init__(self, *, label: str, first_step: int, steps: int, describe: Describe) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
         from rich.table import Column
@@ -90,11 +109,12 @@ class Bar:
             TextColumn("{task.fields[numbers]}", table_column=whole()),
             expand=True,
         )
+        self._describe = describe
         self._task = self._bar.add_task(label, total=steps, completed=first_step, numbers="")
         self._bar.start()
 
     def update(self, step: int, record: Mapping[str, Any]) -> None:
-        self._bar.update(self._task, completed=step, numbers=describe(record))
+        self._bar.update(self._task, completed=step, numbers=self._describe(record))
 
     def note(self, text: str) -> None:
         self._bar.console.print(text, highlight=False)
