@@ -1,0 +1,218 @@
+"""Whole training steps on several ranks: time, collectives, waits and memory of every variant."""
+
+import gc
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from launch.benchmark.meters import (
+    Collectives,
+    CountWaits,
+    HostSyncs,
+    LiveMemory,
+    OtherCollectives,
+)
+from launch.benchmark.ranks import say
+from launch.benchmark.shape import (
+    AGAIN,
+    COEFFICIENT,
+    PLAIN,
+    Shape,
+    Variant,
+    accepted,
+    installed,
+    make_batches,
+    make_engine,
+    make_model,
+    plugin_variants,
+)
+
+WARM_UP_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        blocks: repetitions at most; each times every variant once, in random order.
+        seconds: no block begins later than this.
+        delays_ms: networks; for each the exposed time is measured.
+        waits: windows over which an exposed time is the median.
+        memory_tokens: tokens per micro-step at which memory is counted.
+        seed: of the order.
+    """
+
+    blocks: int = 30
+    seconds: float = 1800.0
+    delays_ms: tuple[float, ...] = (0.0,)
+    waits: int = 3
+    memory_tokens: tuple[int, ...] = ()
+    seed: int = 1
+
+
+class Bench:
+    """One engine, on which the plugin comes and goes."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.engine = make_engine(make_model(shape), shape)
+        self.small = self.batches(WARM_UP_TOKENS)
+        self.full = self.batches(shape.tokens)
+        plugin, self.refused = accepted(self.engine, plugin_variants())
+        self.variants = [PLAIN, AGAIN, *plugin]
+
+    def batches(self, tokens: int) -> list[Any]:
+        return make_batches(
+            self.shape, tokens=tokens, rank=dist.get_rank(), device=self.engine.device
+        )
+
+    def window(self, variant: Variant, batches: list[Any], forward: Any = None) -> None:
+        """One optimizer step as a script makes it. Collective."""
+        forward = forward or self.engine
+        micro_steps: Iterable[Any] = batches
+        if variant.section is not None and variant.section["estimate"] == "exact":
+            micro_steps = self.engine.load_balancer.window(batches, self.engine)
+        for batch in micro_steps:
+            loss, l_aux = forward(batch)
+            self.engine.backward(loss if variant.adds_loss else loss + COEFFICIENT * l_aux)
+            self.engine.step()
+
+    def seconds(self, variant: Variant) -> tuple[float, float]:
+        """Wall time of one window, and processor time of all ranks together."""
+        with installed(self.engine, variant):
+            # `boundary` has a last window afterwards; the others get the same start.
+            self.window(variant, self.small)
+            gc.collect()
+            gc.disable()
+            _meet()
+            wall, cpu = time.perf_counter(), time.process_time()
+            self.window(variant, self.full)
+            cpu = time.process_time() - cpu
+            _meet()
+            wall = time.perf_counter() - wall
+            gc.enable()
+        total = torch.tensor([cpu], dtype=torch.float64, device=self.engine.device)
+        dist.all_reduce(total)
+        return wall, total.item()
+
+    def count(self, variant: Variant) -> dict[str, Any]:
+        """Collectives and host syncs of one optimizer step; neither depends on the tokens."""
+        with installed(self.engine, variant):
+            self.window(variant, self.small)
+            with Collectives() as reductions, OtherCollectives() as all_collectives:
+                self.window(variant, self.small)
+            syncs = HostSyncs()
+
+            def forward(batch: Any) -> Any:
+                with syncs:
+                    return self.engine(batch)
+
+            self.window(variant, self.small, forward)
+        return {
+            "all_reduces": reductions.calls,
+            "all_reduce_bytes": reductions.nbytes,
+            "collectives": dict(all_collectives.calls),
+            "host_syncs_in_forward": dict(syncs.calls),
+        }
+
+    def waits(self, variant: Variant, *, delay_ms: float, windows: int) -> dict[str, float]:
+        """Time that one optimizer step spends in the reductions of counts, on rank 0."""
+        waited, launch = [], []
+        # One meter for all: what one window launches, the next one may await.
+        with CountWaits(delay_ms / 1000.0) as meter, installed(self.engine, variant):
+            self.window(variant, self.full)
+            for _ in range(windows):
+                before = (meter.waited_s, meter.launch_s)
+                self.window(variant, self.full)
+                waited.append(meter.waited_s - before[0])
+                launch.append(meter.launch_s - before[1])
+        return {"exposed_s": median(waited), "launch_s": median(launch)}
+
+    def memory(self, variant: Variant, *, tokens: int) -> dict[str, int]:
+        """Bytes that live because of installing and of two windows."""
+        batches = self.batches(tokens)
+        gc.collect()
+        after_forward: list[int] = []
+        with LiveMemory() as memory, installed(self.engine, variant):
+
+            def forward(batch: Any) -> Any:
+                gc.collect()  # what waits in cycles belongs to the last micro-step
+                output = self.engine(batch)
+                after_forward.append(memory.live)
+                return output
+
+            self.window(variant, batches, forward)
+            self.window(variant, batches, forward)
+            gc.collect()
+            at_rest = memory.live
+        return {"peak": memory.peak, "after_forward": max(after_forward), "at_rest": at_rest}
+
+
+def _meet() -> None:
+    get_accelerator().synchronize()
+    dist.barrier()
+
+
+def measure(shape: Shape, plan: Plan) -> dict[str, Any]:
+    """Everything about whole steps of one shape. Collective; plain data for JSON."""
+    bench = Bench(shape)
+    for name, reason in bench.refused.items():
+        say(f"  not run: {name}: {reason}")
+    bench.window(PLAIN, bench.full)  # what happens only once is over then
+    result: dict[str, Any] = {
+        "shape": asdict(shape),
+        "device": get_accelerator().device_name(),
+        "refused": bench.refused,
+        "variants": {variant.name: {} for variant in bench.variants},
+    }
+    plugin = [variant for variant in bench.variants if variant.section is not None]
+    for variant in [PLAIN, *plugin]:
+        row = result["variants"][variant.name]
+        row["counted"] = bench.count(variant)
+        row["memory"] = {
+            str(tokens): bench.memory(variant, tokens=tokens) for tokens in plan.memory_tokens
+        }
+        say(f"  counted: {variant.name}")
+    for variant in plugin:
+        row = result["variants"][variant.name]
+        row["waits"] = {}
+        for delay_ms in plan.delays_ms:
+            row["waits"][f"{delay_ms:g}"] = bench.waits(
+                variant, delay_ms=delay_ms, windows=plan.waits
+            )
+        say(f"  waits: {variant.name}")
+    wall, cpu = _time_blocks(bench, plan)
+    for name, row in result["variants"].items():
+        row["wall_s"], row["cpu_s"] = wall[name], cpu[name]
+    return result
+
+
+def _time_blocks(bench: Bench, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Every variant once in each block, in an order drawn anew: ratios are taken inside blocks."""
+    order = random.Random(plan.seed)
+    wall: dict[str, list[float]] = {variant.name: [] for variant in bench.variants}
+    cpu: dict[str, list[float]] = {variant.name: [] for variant in bench.variants}
+    begun = time.monotonic()
+    for block in range(plan.blocks):
+        if block and _any_rank(time.monotonic() - begun > plan.seconds, bench.engine.device):
+            break
+        for variant in order.sample(bench.variants, len(bench.variants)):
+            seconds, processor = bench.seconds(variant)
+            wall[variant.name].append(seconds)
+            cpu[variant.name].append(processor)
+        say(f"  block {block + 1} after {time.monotonic() - begun:.0f} s")
+    return wall, cpu
+
+
+def _any_rank(condition: bool, device: Any) -> bool:
+    flag = torch.tensor([float(condition)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())

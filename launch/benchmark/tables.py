@@ -1,0 +1,201 @@
+"""Results as tables of ratios, counts and waits, in Markdown for the README and the terminal."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from launch.benchmark.shape import AGAIN, FACTORS, PLAIN
+from launch.benchmark.statistics import Estimate, estimate
+
+# Ratios that issue and README promise: gates forward and backward, whole step by estimate.
+TARGET_GATE = 1.05
+TARGET_STEP = {"running": 1.01, "boundary": 1.005}
+TARGET_HALF_WIDTH = 0.005
+
+Result = dict[str, Any]
+
+
+def ratios(times: dict[str, list[float]], name: str, *, baseline: str = PLAIN.name) -> Estimate:
+    """Median over blocks of the time relative to the baseline's in the same block."""
+    return estimate([a / b for a, b in zip(times[name], times[baseline], strict=True)])
+
+
+def column(result: Result, key: str) -> dict[str, list[float]]:
+    """One measured list of every variant of a shape's result."""
+    return {name: row[key] for name, row in result["variants"].items() if row.get(key)}
+
+
+def all_tables(results: Sequence[Result], peers: dict[str, Result]) -> str:
+    """Everything that was measured, as Markdown."""
+    parts = []
+    for result in results:
+        parts.append(f"### {describe(result['shape'])}\n")
+        parts.append(_costs(result))
+        parts.append(_counts(result))
+        if _delays(result):
+            parts.append(_waits(result))
+        if any(row.get("memory") for row in result["variants"].values()):
+            parts.append(_memory(result))
+        parts += [f"Not run: {name}: {why}\n" for name, why in result["refused"].items()]
+    for name, peer in peers.items():
+        parts.append(_peer(name, peer))
+    return "\n".join(parts)
+
+
+def describe(shape: dict[str, int]) -> str:
+    """A shape in one line."""
+    return (
+        f"{shape['tokens']} tokens, width {shape['model_dim']}, {shape['num_experts']} experts, "
+        f"k {shape['top_k']}, {shape['layers']} layers, G {shape['gas']}, D {shape['ranks']}"
+    )
+
+
+def _costs(result: Result) -> str:
+    wall, cpu = column(result, "wall_s"), column(result, "cpu_s")
+    gate_wall, gate_cpu = result.get("gate_wall_s", {}), result.get("gate_cpu_s", {})
+    rows = []
+    for name in wall:
+        if name == PLAIN.name:
+            continue
+        gate = [
+            str(ratios(times, name)) if name in times else "" for times in (gate_wall, gate_cpu)
+        ]
+        step = ratios(wall, name)
+        rows.append([name, str(step), str(ratios(cpu, name)), *gate, _verdict(result, name)])
+    plain = sorted(wall[PLAIN.name])
+    head = ["against plain DeepSpeed", "step, wall", "step, processor", "gate, wall"]
+    table = markdown([*head, "gate, processor", "target"], rows)
+    blocks = f"{len(plain)} blocks; a plain step takes {plain[len(plain) // 2]:.3f} s"
+    if gate_wall:
+        gates = sorted(gate_wall[PLAIN.name])
+        blocks += f"; {len(gates)} blocks of gates, {1e3 * gates[len(gates) // 2]:.2f} ms plain"
+    return f"{table}\n{blocks}.\n"
+
+
+def _verdict(result: Result, name: str) -> str:
+    """Whether the wall times meet the targets, which speak of reports switched off."""
+    target = TARGET_STEP.get(name.split(",")[0])
+    if target is None or "report" in name or name == AGAIN.name:
+        return ""
+    verdicts = [_meets("step", ratios(column(result, "wall_s"), name), target)]
+    if result.get("gate_wall_s"):
+        verdicts.append(_meets("gate", ratios(result["gate_wall_s"], name), TARGET_GATE))
+    return ", ".join(verdicts)
+
+
+def _meets(what: str, value: Estimate, target: float) -> str:
+    if value.half_width is None or value.half_width > TARGET_HALF_WIDTH:
+        return f"{what} too noisy to tell"
+    return f"{what} {'met' if value.median <= target else 'MISSED'} ({target:g})"
+
+
+def _counts(result: Result) -> str:
+    rows, plain = [], result["variants"][PLAIN.name]["counted"]
+    for name, row in result["variants"].items():
+        if "counted" not in row or name == PLAIN.name:
+            continue
+        counted = row["counted"]
+        others = _added(counted["collectives"], plain["collectives"])
+        others.pop("c10d::allreduce_", None)
+        syncs = _added(counted["host_syncs_in_forward"], plain["host_syncs_in_forward"])
+        rows.append(
+            [
+                name,
+                str(counted["all_reduces"] - plain["all_reduces"]),
+                str(counted["all_reduce_bytes"] - plain["all_reduce_bytes"]),
+                _listed(others),
+                _listed(syncs),
+            ]
+        )
+    head = ["added in an optimizer step", "all_reduces", "bytes", "other collectives"]
+    return markdown([*head, "host syncs in forward"], rows)
+
+
+def _added(ours: dict[str, int], plain: dict[str, int]) -> dict[str, int]:
+    names = {*ours, *plain}
+    return {
+        n: ours.get(n, 0) - plain.get(n, 0) for n in sorted(names) if ours.get(n) != plain.get(n)
+    }
+
+
+def _listed(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{name} {number:+d}" for name, number in numbers.items()) or "0"
+
+
+def _delays(result: Result) -> list[str]:
+    for row in result["variants"].values():
+        if row.get("waits"):
+            return list(row["waits"])
+    return []
+
+
+def _waits(result: Result) -> str:
+    delays, rows = _delays(result), []
+    wall = column(result, "wall_s")
+    plain = sorted(wall[PLAIN.name])[len(wall[PLAIN.name]) // 2]
+    for name, row in result["variants"].items():
+        if row.get("waits"):
+            exposed = [row["waits"][delay]["exposed_s"] for delay in delays]
+            rows.append([name, *(f"{1e3 * s:.2f} ms ({s / plain:.2%})" for s in exposed)])
+    head = [f"delay {delay} ms" for delay in delays]
+    return markdown(["waiting for counts in an optimizer step (share of it)", *head], rows)
+
+
+def _memory(result: Result) -> str:
+    rows, plain = [], result["variants"][PLAIN.name]["memory"]
+    for name, row in result["variants"].items():
+        if name == PLAIN.name or not row.get("memory"):
+            continue
+        for tokens, bytes_ in row["memory"].items():
+            base = plain[tokens]
+            rows.append(
+                [
+                    name,
+                    tokens,
+                    *(f"{bytes_[k] - base[k]:+,}" for k in ("at_rest", "after_forward", "peak")),
+                    f"{base['peak']:,}",
+                ]
+            )
+    head = ["added bytes", "tokens", "between windows", "after a forward", "at the peak"]
+    return markdown([*head, "peak of plain"], rows)
+
+
+def _peer(name: str, peer: Result) -> str:
+    if "not_run" in peer:
+        return f"{name}: not run: {peer['not_run']}\n"
+    key = "wall_s" if "wall_s" in peer else "gate_wall_s"
+    what = "whole step" if key == "wall_s" else "routers forward and backward"
+    rows = [
+        [kind, str(ratios(peer[key], kind, baseline=peer["baseline"]))]
+        for kind in peer[key]
+        if kind != peer["baseline"]
+    ]
+    title = f"{name} {peer['version']}, {what}, against {peer['baseline']!r}"
+    return markdown([title, "wall"], rows)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose columns line up in a terminal too."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    texts = [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([texts[0], rule, *texts[1:]]) + "\n"
+
+
+def varied(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """For each factor that was varied, the results that differ in nothing else, by its value."""
+    found: dict[str, list[Result]] = {}
+    for factor in FACTORS:
+        families: dict[Any, list[Result]] = {}
+        for result in results:
+            rest = tuple(sorted((k, v) for k, v in result["shape"].items() if k != factor))
+            families.setdefault(rest, []).append(result)
+        family = max(families.values(), key=len)
+        if len(family) > 1:
+            found[factor] = sorted(family, key=lambda result: result["shape"][factor])
+    return found

@@ -1,0 +1,223 @@
+"""launch/bench.py: its intervals and meters against hand-worked numbers, and one tiny run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+
+from launch import bench
+from launch.benchmark import meters
+from launch.benchmark.meters import (
+    Collectives,
+    CountWaits,
+    HostSyncs,
+    LiveMemory,
+    OtherCollectives,
+)
+from launch.benchmark.statistics import estimate
+from launch.benchmark.tables import all_tables, varied
+from ranks import run_ranks
+
+SCRIPT = Path(bench.__file__)
+
+
+def test_interval_is_that_of_the_sign_test():
+    """n = 10: P(at most 1 of 10 below) = 11/1024, twice it 2.1%; at most 2: 56/1024, too much."""
+    got = estimate([float(i) for i in (7, 1, 10, 3, 5, 2, 9, 4, 8, 6)])
+    assert (got.median, got.low, got.high, got.half_width) == (5.5, 2.0, 9.0, 3.5)
+
+
+def test_six_values_have_an_interval_and_five_have_none():
+    """All of 6 on one side: 2/64 = 3.1%; all of 5: 2/32 = 6.3%, more than 5%."""
+    assert estimate([1.0] * 5 + [2.0]).high == 2.0
+    assert estimate([1.0] * 5).half_width is None
+    assert "no interval" in str(estimate([1.0] * 5))
+
+
+def test_host_syncs_are_those_in_the_block():
+    x = torch.arange(4)
+    int(x[0])
+    with HostSyncs() as syncs:
+        int(x[1])
+        x.nonzero()
+        x.tolist()
+        x.sum()
+    float(x[2])
+    assert syncs.calls == {"aten::_local_scalar_dense": 1, "aten::nonzero": 1, "Tensor.tolist": 1}
+
+
+def test_live_memory_sees_what_autograd_keeps_and_what_is_freed():
+    weight = torch.ones(100, requires_grad=True)
+    with LiveMemory() as memory:
+        x = weight.exp()  # 400 bytes, kept for backward by autograd alone after the next line
+        x = x.sum()  # 4 bytes
+        assert (memory.live, memory.peak) == (404, 404)
+        view = x.view(1)  # nobody's new memory
+        assert memory.live == 404
+        del x, view
+        assert (memory.live, memory.peak) == (0, 404)
+
+
+def _check_meters() -> dict[str, Any]:
+    counts, other = torch.ones(5, dtype=torch.int64), torch.ones(3)
+    with Collectives() as reductions, OtherCollectives() as everything:
+        dist.all_reduce(counts)
+        dist.all_reduce(other)
+        dist.broadcast(other, src=0)
+    with CountWaits() as meter:
+        dist.all_reduce(other, async_op=True).wait()  # no counts
+        dist.all_reduce(counts)  # not asynchronous
+        dist.all_reduce(counts, async_op=True).wait()
+    return {
+        "reductions": (reductions.calls, reductions.nbytes),
+        "everything": dict(everything.calls),
+        "waits": (meter.calls, meter.waited_s > 0),
+        "sum": counts[0].item(),
+    }
+
+
+@pytest.mark.ranks
+def test_meters_count_on_two_ranks():
+    """5 int64 and 3 fp32 are 52 bytes."""
+    for got in run_ranks(_check_meters, 2):
+        assert got["reductions"] == (2, 52)
+        assert got["everything"] == {"c10d::allreduce_": 2, "c10d::broadcast_": 1}
+        assert got["waits"] == (1, True)
+        assert got["sum"] == 8  # 1 doubled by each of three sums
+
+
+class _Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("busy_s, exposed_s", [(0.0, 5.0), (3.0, 2.0), (8.0, 1.0)])
+def test_delay_shows_as_far_as_work_does_not_hide_it(
+    busy_s: float, exposed_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Launched at 0, delayed by 5 s, awaited after busy_s; the reduction's own wait takes 1 s."""
+    clock = _Clock()
+    work = SimpleNamespace(wait=lambda: clock.sleep(1.0))
+    monkeypatch.setattr(meters, "time", clock)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **options: work)
+    with CountWaits(delay_s=5.0) as meter:
+        held = dist.all_reduce(torch.ones(1, dtype=torch.int64), async_op=True)
+        clock.sleep(busy_s)
+        held.wait()
+    assert meter.waited_s == exposed_s
+
+
+@pytest.mark.slow
+def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
+    """3 layers of 8 experts, G = 2: one message is 8 counts and 3 numbers of 8 bytes for a layer.
+
+    `running` sums each layer in each micro-step (6), or all layers once in each (2); `boundary`
+    all layers once in an optimizer step, in both ways; a report is one more reduction.
+    """
+    arguments = ["--quick", "--no-peers", "--blocks", "1", "--gate-blocks", "1"]
+    arguments += ["--tokens", "64", "--model-dim", "16", "--expert-dim", "8", "--layers", "3"]
+    arguments += ["--num-experts", "8", "--top-k", "2", "--gas", "2", "--output", str(tmp_path)]
+    process = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=280
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    run = json.loads((tmp_path / "bench.json").read_text())
+    (result,) = run["results"]
+    rows = result["variants"]
+    plain = rows["plain DeepSpeed"]["counted"]
+    added = {
+        name: (
+            row["counted"]["all_reduces"] - plain["all_reduces"],
+            row["counted"]["all_reduce_bytes"] - plain["all_reduce_bytes"],
+        )
+        for name, row in rows.items()
+        if "counted" in row
+    }
+    message = 3 * (8 + 3) * 8
+    assert added["running, l_aux"] == (3 * 2, 2 * message)
+    assert added["running, aux_loss_coeff"] == (2, 2 * message)
+    assert added["boundary, l_aux"] == (1, message)
+    assert added["boundary, aux_loss_coeff"] == (1, message)
+    assert added["running, l_aux, report each step"][0] == 3 * 2 + 1
+    for name, row in rows.items():
+        assert len(row["wall_s"]) == len(row["cpu_s"]) == 1
+        assert min(row["wall_s"] + row["cpu_s"]) > 0
+        if "counted" not in row:
+            continue
+        # No wait of the host that plain DeepSpeed does not make, and no other collective.
+        assert row["counted"]["host_syncs_in_forward"] == plain["host_syncs_in_forward"], name
+        others = {k: v for k, v in row["counted"]["collectives"].items() if "allreduce" not in k}
+        assert others == {k: v for k, v in plain["collectives"].items() if "allreduce" not in k}
+        # What the plugin keeps does not grow with the tokens.
+        kept = {
+            memory["at_rest"] - rows["plain DeepSpeed"]["memory"][tokens]["at_rest"]
+            for tokens, memory in row["memory"].items()
+        }
+        assert set(row["memory"]) == {"16", "32", "64"} and len(kept) == 1, name
+    assert "| running, aux_loss_coeff " in process.stdout
+    assert set(result["gate_wall_s"]) == set(rows)
+
+
+def test_picture_and_tables_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs of different layers are one factor; ratios are taken block by block.
+
+    Blocks of 1, 2, ... 6 s with the plugin 10% slower: every ratio is 1.1, however the blocks
+    differ.
+    """
+    files = []
+    for layers in (4, 16):
+        result = _result(layers=layers)
+        file = tmp_path / f"layers_{layers}.json"
+        environment = dict.fromkeys(
+            ("command", "date", "deepspeed", "torch", "processor", "cores"), "x"
+        )
+        run = {"environment": environment, "results": [result], "peers": {}}
+        file.write_text(json.dumps(run))
+        files.append(str(file))
+    assert bench.main(["--draw", *files, "--output", str(tmp_path), "--name", "both"]) == 0
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert printed.count("| 1.1000 [1.1000, 1.1000] ") == 2
+    assert printed.count("step MISSED (1.01)") == 2
+
+
+def test_factor_is_found_among_shapes_that_differ_in_it_alone():
+    results = [_result(layers=4), _result(layers=16), _result(layers=1), _result(gas=64, layers=16)]
+    found = varied(results)
+    assert set(found) == {"layers", "gas"}
+    assert [result["shape"]["layers"] for result in found["layers"]] == [1, 4, 16]
+    assert [result["shape"]["gas"] for result in found["gas"]] == [4, 64]
+    assert "G 64" in all_tables(results, {})
+
+
+def _result(**changed: int) -> dict[str, Any]:
+    shape = {"tokens": 8, "model_dim": 8, "num_experts": 8, "top_k": 2, "layers": 4, "gas": 4}
+    counted = {
+        "all_reduces": 3,
+        "all_reduce_bytes": 24,
+        "collectives": {},
+        "host_syncs_in_forward": {},
+    }
+    plain, ours = [float(i) for i in range(1, 7)], [1.1 * i for i in range(1, 7)]
+    return {
+        "shape": {**shape, "ranks": 2, **changed},
+        "refused": {},
+        "variants": {
+            "plain DeepSpeed": {"wall_s": plain, "cpu_s": plain, "counted": counted},
+            "running, l_aux": {"wall_s": ours, "cpu_s": plain, "counted": counted},
+        },
+    }
