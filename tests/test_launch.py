@@ -103,6 +103,13 @@ def test_slurm_script_gives_each_task_its_rank(texts: Path, tmp_path: Path) -> N
     _expect_a_run_of_two_ranks(tmp_path / "run", output)
 
 
+def test_two_nodes_meet_and_verify(tmp_path: Path) -> None:
+    """Two torchrun processes of one rank each, as on two machines."""
+    output = _run("verify_two_nodes.sh", [], cwd=tmp_path, DS_ACCELERATOR="cpu")
+    assert output.count("2 ranks, ep_size 2") == 1  # one world, one table
+    assert "all properties hold" in output
+
+
 def test_scripts_are_valid_bash() -> None:
     for script in [*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")]:
         subprocess.run(["bash", "-n", str(script)], check=True)
