@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # ranks inherit it
 
 from launch.benchmark.ranks import choose_device, run_ranks  # noqa: E402
-from launch.benchmark.shape import FACTORS, Shape, shapes_of  # noqa: E402
+from launch.benchmark.shape import FACTORS, PLAIN, Shape, shapes_of  # noqa: E402
 from launch.benchmark.tables import all_tables, varied  # noqa: E402
 
 
@@ -78,15 +78,23 @@ def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dic
 
 
 def _measure_peers(base: Shape, options: argparse.Namespace) -> dict[str, Any]:
-    from launch.benchmark import peers
+    from launch.benchmark import gates, peers
 
     arguments = (options.blocks, options.seconds, options.seed)
     # Its layers loop over all experts on each rank: fewer of them show the same.
     small = replace(base, tokens=min(base.tokens, 512), num_experts=min(base.num_experts, 16))
-    return {
+    measured = {
         "transformers": run_ranks(peers.measure_transformers, base.ranks, small, *arguments),
         "megatron-core": run_ranks(peers.measure_megatron, base.ranks, base, *arguments),
     }
+    if "not_run" not in measured["megatron-core"]:  # ours on the same ranks, to lay beside it
+        ours = run_ranks(gates.measure, base.ranks, base, *arguments)
+        measured["DeepSpeed"] = {
+            "version": version("deepspeed"),
+            "baseline": PLAIN.name,
+            "gate_wall_s": ours["gate_wall_s"],
+        }
+    return measured
 
 
 def _show(run: dict[str, Any], folder: Path, name: str, *, write: bool) -> int:

@@ -1,4 +1,4 @@
-"""The gates alone, forward and backward, in one process with one thread.
+"""The gates alone, forward and backward: in one process with one thread, or on several ranks.
 
 The MoE layers keep their hooks but do nothing after their gate, so what is timed is the gates of
 one micro-step, with all that the plugin does for it.
@@ -18,7 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from launch.benchmark.ranks import say
+from launch.benchmark.ranks import any_rank, say
 from launch.benchmark.shape import (
     AGAIN,
     COEFFICIENT,
@@ -70,7 +70,7 @@ def _gate_only(layer: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
 
 def measure(shape: Shape, blocks: int, seconds: float, seed: int) -> dict[str, Any]:
     """Wall and processor seconds of one micro-step's gates for every variant, block by block."""
-    shape = replace(shape, ranks=1)
+    shape = replace(shape, ranks=1)  # no expert parallelism: no layer gets as far as its experts
     engine = make_engine(Gates(shape), shape, zero_stage=0)
     variants, refused = accepted(engine, plugin_variants())
     variants = [PLAIN, AGAIN, *variants]
@@ -82,7 +82,7 @@ def measure(shape: Shape, blocks: int, seconds: float, seed: int) -> dict[str, A
     for variant in variants:
         _visit(engine, variant, x_TM)
     for block in range(blocks):
-        if block and time.monotonic() - begun > seconds:
+        if block and any_rank(time.monotonic() - begun > seconds):
             break
         for variant in order.sample(variants, len(variants)):
             wall_s, cpu_s = _visit(engine, variant, x_TM)

@@ -18,7 +18,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
-from launch.benchmark.ranks import say
+from launch.benchmark.ranks import any_rank, say
 from launch.benchmark.shape import COEFFICIENT, SEQUENCES, Shape
 
 _VOCABULARY = 256
@@ -206,9 +206,7 @@ def _in_blocks(
     taken: dict[str, list[float]] = {name: [] for name in timers}
     begun = time.monotonic()
     for block in range(blocks):
-        late = torch.tensor([float(block > 0 and time.monotonic() - begun > seconds)])
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)
-        if late.item():
+        if block and any_rank(time.monotonic() - begun > seconds):
             break
         for name in order.sample(sorted(timers), len(timers)):
             taken[name].append(timers[name]())

@@ -93,3 +93,14 @@ def say(text: str) -> None:
 
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def any_rank(condition: bool) -> bool:
+    """Whether it holds on any rank, so that all of them go on or stop. Collective."""
+    import deepspeed.comm as dist
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    flag = torch.tensor([float(condition)], device=get_accelerator().current_device_name())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())

@@ -19,7 +19,7 @@ from launch.benchmark.meters import (
     LiveMemory,
     OtherCollectives,
 )
-from launch.benchmark.ranks import say
+from launch.benchmark.ranks import any_rank, say
 from launch.benchmark.shape import (
     AGAIN,
     COEFFICIENT,
@@ -202,7 +202,7 @@ def _time_blocks(bench: Bench, plan: Plan) -> tuple[dict[str, list[float]], dict
     cpu: dict[str, list[float]] = {variant.name: [] for variant in bench.variants}
     begun = time.monotonic()
     for block in range(plan.blocks):
-        if block and _any_rank(time.monotonic() - begun > plan.seconds, bench.engine.device):
+        if block and any_rank(time.monotonic() - begun > plan.seconds):
             break
         for variant in order.sample(bench.variants, len(bench.variants)):
             seconds, processor = bench.seconds(variant)
@@ -210,9 +210,3 @@ def _time_blocks(bench: Bench, plan: Plan) -> tuple[dict[str, list[float]], dict
             cpu[variant.name].append(processor)
         say(f"  block {block + 1} after {time.monotonic() - begun:.0f} s")
     return wall, cpu
-
-
-def _any_rank(condition: bool, device: Any) -> bool:
-    flag = torch.tensor([float(condition)], device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())

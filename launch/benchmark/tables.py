@@ -1,6 +1,7 @@
 """Results as tables of ratios, counts and waits, in Markdown for the README and the terminal."""
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from launch.benchmark.shape import AGAIN, FACTORS, PLAIN
@@ -164,13 +165,18 @@ def _peer(name: str, peer: Result) -> str:
         return f"{name}: not run: {peer['not_run']}\n"
     key = "wall_s" if "wall_s" in peer else "gate_wall_s"
     what = "whole step" if key == "wall_s" else "routers forward and backward"
+    times, baseline = peer[key], peer["baseline"]
     rows = [
-        [kind, str(ratios(peer[key], kind, baseline=peer["baseline"]))]
-        for kind in peer[key]
-        if kind != peer["baseline"]
+        [kind, str(ratios(times, kind, baseline=baseline)), _added_ms(times[kind], times[baseline])]
+        for kind in times
+        if kind != baseline
     ]
-    title = f"{name} {peer['version']}, {what}, against {peer['baseline']!r}"
-    return markdown([title, "wall"], rows)
+    title = f"{name} {peer['version']}, {what}, against {baseline!r}"
+    return markdown([title, "wall", "added, ms"], rows)
+
+
+def _added_ms(ours: list[float], baseline: list[float]) -> str:
+    return f"{1e3 * median(a - b for a, b in zip(ours, baseline, strict=True)):+.2f}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
