@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_moe_lb.adapters.autoep import GlobalBatchTopKRouter as GlobalBatchTopKRouter
     from ds_moe_lb.balancer import LoadBalancer as LoadBalancer
     from ds_moe_lb.gate import GlobalBatchTopKGate as GlobalBatchTopKGate
     from ds_moe_lb.installation import initialize as initialize
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "GlobalBatchTopKGate": "ds_moe_lb.gate",
+    "GlobalBatchTopKRouter": "ds_moe_lb.adapters.autoep",
     "LoadBalancer": "ds_moe_lb.balancer",
     "expert_fraction": "ds_moe_lb.loss",
     "initialize": "ds_moe_lb.installation",
@@ -32,6 +34,7 @@ _HOME = {
 
 __all__ = [
     "GlobalBatchTopKGate",
+    "GlobalBatchTopKRouter",
     "LoadBalancer",
     "__version__",
     "expert_fraction",

@@ -13,6 +13,7 @@ import ds_moe_lb
 # Names as DESIGN fixes them; removing one breaks users.
 PUBLIC = {
     "GlobalBatchTopKGate",
+    "GlobalBatchTopKRouter",
     "LoadBalancer",
     "__version__",
     "expert_fraction",
