@@ -36,8 +36,8 @@ def announce(engine: Any, balancer: LoadBalancer, replaced_loss: "OwnLoss | None
             f"D x G = {num_ranks:g} x {gas}, balance batch size {sequences} sequences, "
             f"{_collectives_per_step(balancer, gas)} count collectives per optimizer step"
         )
-    if balancer.coefficients is None:
-        line += ", loss as l_aux" if balancer.replaces_l_aux else ""
+    if balancer.policy.coefficients is None:
+        line += ", loss as l_aux" if balancer.policy.replaces_l_aux else ""
     elif config.aux_loss_coeff is not None:
         line += f", aux_loss_coeff {config.aux_loss_coeff:g}"
     if replaced_loss is not None:
@@ -63,8 +63,8 @@ def _weights(balancer: LoadBalancer, replaced: "OwnLoss") -> str:
     off = "the model's own loss over all layers pooled, which is off now"
     if balancer.config.aux_loss_coeff is not None:
         return f", instead of router_aux_loss_coef {replaced.coefficient:g} on {off}"
-    assert balancer.coefficients is not None
-    ours = " and ".join(f"{value:g}" for value in sorted(set(balancer.coefficients)))
+    assert balancer.policy.coefficients is not None
+    ours = " and ".join(f"{value:g}" for value in sorted(set(balancer.policy.coefficients)))
     return (
         f", {ours} (router_aux_loss_coef {replaced.coefficient:g} x k / L) on each layer's loss, "
         f"instead of {off}; under transformers' Trainer that one weighed D x G times as much"
@@ -72,7 +72,7 @@ def _weights(balancer: LoadBalancer, replaced: "OwnLoss") -> str:
 
 
 def _collectives_per_step(balancer: LoadBalancer, gas: int) -> int:
-    reducer, reduction = balancer.balance.reducer, balancer.balance.reduction
+    reducer, reduction = balancer.balance.reducer, balancer.policy.reduction
     if reduction == "none":
         return 0
     if balancer.config.estimate == "boundary":

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from ds_moe_lb import _compat
 from ds_moe_lb.config import LoadBalancingConfig
-from ds_moe_lb.counts import CountLayout, MicroStep
-from ds_moe_lb.estimates import BalanceCounts, Reduction
+from ds_moe_lb.counts import CountLayout
+from ds_moe_lb.estimates import BalanceCounts
 from ds_moe_lb.monitor import BalanceMonitor
+from ds_moe_lb.policy import make_policy
 from ds_moe_lb.process_groups import CountGroup
 from ds_moe_lb.router import Masks, Router
 from ds_moe_lb.sync import CountReducer, ModelPlace
+from ds_moe_lb.window import MicroStep
 
 
 class LoadBalancer:
@@ -29,12 +31,10 @@ class LoadBalancer:
     Attributes:
         config: the validated JSON section.
         micro_step: the counted forward under way; None outside of one.
-        coefficients: of each layer's loss, which the plugin adds; None where a script adds `l_aux`.
-        injects: the plugin adds a gradient, that is, not all coefficients of the model are 0.
+        policy: what is done in this window.
         current_masks: masks of the forward under way, by name: that of the :meth:`token_mask` block
             around it, and the model's own.
         gradient_scale: from slope to gradient, coefficient left out: 1/G and loss scale.
-        replaces_l_aux: False with scope `none`, where the built-in ``l_aux`` stays.
         balance: counts and slopes.
     """
 
@@ -51,13 +51,10 @@ class LoadBalancer:
     ) -> None:
         self.engine = engine
         self.config = config
-        self.replaces_l_aux = config.scope != "none"
         self.micro_step: MicroStep | None = None
         self._outer: list[tuple[MicroStep | None, bool]] = []
         self._has_grad = False
-        self.coefficients = coefficients
-        # A pipeline stage without MoE layers has no coefficients, but goes with the others.
-        self.injects = coefficients is not None and bool(config.aux_loss_coeff or any(coefficients))
+        self.policy = make_policy(config, coefficients)
         self.current_masks: Masks = ()
         self.gradient_scale: Tensor | float = 0.0
         self.layout = layout
@@ -66,9 +63,8 @@ class LoadBalancer:
             layout,
             reducer,
             place=place,
-            estimate=config.estimate,
             sync_group=config.sync_group,
-            reduction=self._reduction(),
+            policies=[self.policy],
         )
         self.monitor = BalanceMonitor(
             layout,
@@ -80,7 +76,7 @@ class LoadBalancer:
         self._routers: Sequence[Router] = ()
         self._uninstall: Callable[[], None] = _nothing
         self._forget_calls: Callable[[], None] = _nothing
-        self._watches_gradient = self.replaces_l_aux and coefficients is None
+        self._watches_gradient = self.policy.replaces_l_aux and coefficients is None
         self._l_aux_had_gradient = False
         self._is_unseen_reported = False
         self._is_first_forward_checked = False
@@ -184,7 +180,7 @@ class LoadBalancer:
             router.retire()
         self.micro_step = self.balance.window.begin_micro_step()
         self.monitor.begin_micro_step(self.micro_step)
-        if self.injects:
+        if self.policy.injects:
             gas = self.engine.gradient_accumulation_steps()
             self.gradient_scale = _compat.loss_scale(self.engine) / gas
 
@@ -254,7 +250,7 @@ class LoadBalancer:
         """Begin a window with nothing in it: after an optimizer step, or a loaded checkpoint."""
         self._first_step: int = self.engine.global_steps
         self._first_skipped: int = self.engine.skipped_steps
-        self.balance.start_window(gas=self.engine.gradient_accumulation_steps())
+        self.balance.start_window(gas=self.engine.gradient_accumulation_steps(), policy=self.policy)
         self.monitor.begin_window(next_step=self._first_step + 1)
         for router in self._routers:
             router.forget_all()
@@ -267,19 +263,10 @@ class LoadBalancer:
     def _note_gradient(self, grad: Tensor) -> None:
         self._l_aux_had_gradient = True
 
-    def _reduction(self) -> Reduction:
-        if (
-            self.config.scope != "global_batch"
-            or self.coefficients is not None
-            and not self.injects
-        ):
-            return "none"
-        return "at_gate" if self.coefficients is None else "after_forward"
-
     def _used_loss(self) -> str | None:
-        if self.config.scope == "none" or self.coefficients is not None and not self.injects:
+        if not self.policy.uses_loss:
             return None
-        if self.config.scope == "micro_batch" and self.injects:
+        if self.config.scope == "micro_batch" and self.policy.injects:
             return "micro_batch"
         return "own"
 

@@ -1,21 +1,26 @@
 """Whose selections f stands for: the counts of a window, their reductions, and the finished slopes.
 
 - `running`: micro-steps 1..m of this window on all ranks (the paper's buffer).
-- `boundary`: the last complete window; `running` while there is none.
+- `carry`: the same and, for the micro-steps to come, a share of the last complete window.
+- `boundary`: the last complete window.
+
+Without a complete window `carry` and `boundary` are `running`.
 
 Shape legend: L MoE layers on this rank, E experts of one layer, F = sum of E over the layers
 (flat).
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_moe_lb import loss
-from ds_moe_lb.counts import CompleteWindow, CountLayout, MicroStep, Window, position
+from ds_moe_lb.counts import CountLayout, position
+from ds_moe_lb.policy import Policy
 from ds_moe_lb.sync import (
     CountReducer,
     ModelPlace,
@@ -23,10 +28,8 @@ from ds_moe_lb.sync import (
     PositionCheck,
     check_positions,
 )
-
-# When f is reduced: for each layer at its gate, for all layers when the forward has ended, or
-# never.
-Reduction = Literal["at_gate", "after_forward", "none"]
+from ds_moe_lb.whole_window import Arrival, WholeWindow
+from ds_moe_lb.window import Carried, CompleteWindow, MicroStep, Window
 
 _STATE_VERSION = 1
 # A window that never ends (forwards without a step) must not pile up what is checked at its end.
@@ -42,7 +45,7 @@ class CallCounts:
         layer: index of the layer.
         micro_step: the forward it belongs to.
         counts_E: local counts over valid tokens, int64.
-        previous: the window that f is taken from; None = this window so far.
+        whole: the complete window that f is taken from; None = this window so far.
         pending: the call's own reduction, where it has one, with its position.
         slope_E: ``w E f``, fp32.
     """
@@ -50,49 +53,9 @@ class CallCounts:
     layer: int
     micro_step: MicroStep
     counts_E: Tensor
-    previous: "PreviousWindow | None" = None
+    whole: WholeWindow | None = None
     pending: tuple[PendingCounts, int] | None = None
     slope_E: Tensor | None = None
-
-
-class PreviousWindow:
-    """The last complete window; its counts may still be on their way when it is first asked."""
-
-    def __init__(self, window: CompleteWindow, arrival: "Arrival | None" = None) -> None:
-        self._window = window
-        self._arrival = arrival
-        self._slopes: dict[int, Tensor] = {}
-
-    def wait(self) -> CompleteWindow:
-        """The window with its counts summed."""
-        if self._arrival is not None:
-            self._window.counts_F = self._arrival.wait()
-            self._arrival = None
-        return self._window
-
-    def slopes(self, layout: CountLayout, *, num_ranks_L: Tensor, gas: int) -> Tensor:
-        """``w E f`` of all layers, ``(F,)``, made once for each G."""
-        if gas not in self._slopes:
-            self._slopes[gas] = self.wait().slopes(layout, num_ranks_L=num_ranks_L, gas=gas)
-        return self._slopes[gas]
-
-
-class Arrival:
-    """A message of all layers under way; once awaited its headers are noted for the next check."""
-
-    def __init__(
-        self, counts: "BalanceCounts", local_F: Tensor, *, step: int, calls: list[int]
-    ) -> None:
-        self._counts = counts
-        self._own = counts.layout.positions(micro_step=step, calls=calls)
-        message = counts.layout.pack(local_F, self._own, rank=counts.reducer.rank)
-        self._pending = counts.reducer.start(message, step=step)
-
-    def wait(self) -> Tensor:
-        """Counts summed over the balance group, ``(F,)`` int64."""
-        counts_F, headers_L3 = self._counts.layout.unpack(self._pending.wait())
-        self._counts.expect(PositionCheck(headers_L3, self._own, range(len(self._own))))
-        return counts_F
 
 
 class BalanceCounts:
@@ -102,10 +65,8 @@ class BalanceCounts:
         layout: the flat layout of this rank's MoE layers.
         reducer: the collectives.
         place: where they stand among the layers of all pipeline stages, which a checkpoint holds.
-        estimate: `running` or `boundary`.
         sync_group: which ranks the reducer sums over.
-        reduction: when this window's own counts are reduced; "none" keeps every count local, and
-            the slopes are those of the micro-batch loss.
+        policies: all that may come into force; the first one is for now.
     """
 
     def __init__(
@@ -114,33 +75,43 @@ class BalanceCounts:
         reducer: CountReducer,
         *,
         place: ModelPlace,
-        estimate: str,
         sync_group: str,
-        reduction: Reduction,
+        policies: Sequence[Policy],
     ) -> None:
         self.layout = layout
         self._place = place
         self.reducer = reducer
-        self.reduction = reduction
-        self._keeps_previous = estimate == "boundary" and reduction != "none"
+        self._keeps_previous = any(x.estimate in ("carry", "boundary") for x in policies)
         self._saves_state = sync_group == "data_parallel"
         num_ranks = [group.num_ranks for group in reducer.groups]
         self._num_ranks_L = torch.tensor(num_ranks, dtype=torch.float64, device=layout.device)
         self._checks: list[PositionCheck] = []
-        self.previous: PreviousWindow | None = None
-        self.start_window(gas=1)
+        self.previous: WholeWindow | None = None
+        self.start_window(gas=1, policy=policies[0])
 
-    def start_window(self, *, gas: int) -> None:
+    def start_window(self, *, gas: int, policy: Policy) -> None:
         """Begin a window with nothing in it; G is the engine's at this moment."""
+        self.policy = policy
         self.window = Window(self.layout)
         self._gas = gas
         self._arrivals: deque[tuple[MicroStep, Arrival]] = deque()
 
+    @property
+    def _whole(self) -> WholeWindow | None:
+        """The complete window that f is taken from; None = this window so far."""
+        return self.previous if self.policy.estimate == "boundary" else None
+
+    @property
+    def _carried(self) -> Carried | None:
+        if self.policy.estimate != "carry" or self.previous is None:
+            return None
+        return Carried(self.previous.wait(), self._gas)
+
     def add_call(self, micro_step: MicroStep, counts_E: Tensor, *, layer: int) -> CallCounts:
         """Count one call of one layer; launches its own reduction where it has one."""
         self.window.add(micro_step, layer=layer, counts_E=counts_E)
-        call = CallCounts(layer, micro_step, counts_E, previous=self.previous)
-        if self.reduction == "at_gate" and self.previous is None:
+        call = CallCounts(layer, micro_step, counts_E, whole=self._whole)
+        if self.policy.reduction == "at_gate" and call.whole is None:
             x = position(
                 micro_step=micro_step.index,
                 call=micro_step.calls[layer],
@@ -155,17 +126,16 @@ class BalanceCounts:
     def end_micro_step(self, micro_step: MicroStep) -> None:
         """The model's forward has ended: launch the reduction of all its counts, if it has one."""
         self.window.end_micro_step(micro_step)
-        if self.reduction != "after_forward":
+        if self.policy.reduction != "after_forward":
             return
-        if self.previous is None:
-            arrival = Arrival(
-                self, micro_step.counts_F, step=micro_step.index, calls=micro_step.calls
-            )
+        whole = self._whole
+        if whole is None:
+            arrival = self._start(micro_step.counts_F, micro_step.index, micro_step.calls)
             self._arrivals.append((micro_step, arrival))
             if len(self._arrivals) > _MAX_UNSETTLED:
                 self._settle_oldest()
         elif micro_step.used_L is not None:
-            self._note_used(micro_step, self._previous_slopes(self.previous))
+            self._note_used(micro_step, self._whole_slopes(whole))
 
     def slope(self, call: CallCounts) -> Tensor:
         """``w E f`` of a counted call, ``(E,)`` fp32; awaits the counts that it depends on."""
@@ -191,16 +161,23 @@ class BalanceCounts:
             layers=self.layout.layers,
         )
         self._checks.clear()
-        if self._keeps_previous:
+        if not self._keeps_previous or self.policy.reduction == "none":
+            return
+        window, arrival = self.window, None
+        counts_F = window.global_F
+        if self.policy.estimate == "boundary":
             # Launched on every rank whatever became of the step; awaited when first needed.
-            window = self.window
-            arrival = Arrival(self, window.local_F, step=window.num_micro_steps, calls=window.calls)
-            if applied:
-                self.previous = PreviousWindow(
-                    window.complete(window.local_F, gas=self._gas), arrival
-                )
-            else:
-                arrival.wait()
+            counts_F = window.local_F
+            arrival = self._start(counts_F, window.num_micro_steps, window.calls)
+        if applied:
+            self.previous = WholeWindow(window.complete(counts_F, gas=self._gas), arrival)
+        elif arrival is not None:
+            arrival.wait()
+
+    def _start(self, counts_F: Tensor, step: int, calls: list[int]) -> Arrival:
+        return Arrival(
+            self.layout, self.reducer, counts_F, step=step, calls=calls, expect=self.expect
+        )
 
     def expect(self, check: PositionCheck) -> None:
         """Note summed headers for the check at the end of the window."""
@@ -210,10 +187,10 @@ class BalanceCounts:
     def _make_slope(self, call: CallCounts) -> Tensor:
         layer = self.layout.layers[call.layer]
         where = self.layout.count_slices[call.layer]
-        if self.reduction == "none":
+        if self.policy.reduction == "none":
             return loss.local_slope(call.counts_E, top_k=layer.top_k)
-        if call.previous is not None:
-            return self._previous_slopes(call.previous)[where]
+        if call.whole is not None:
+            return self._whole_slopes(call.whole)[where]
         if call.pending is not None:
             pending, x = call.pending
             message = pending.wait()
@@ -224,6 +201,7 @@ class BalanceCounts:
                 layer=call.layer,
                 global_counts_E=message[: layer.num_experts],
                 num_ranks=self.reducer.groups[call.layer].num_ranks,
+                carried=self._carried,
             )
         while call.micro_step.slopes_F is None:
             if not self._arrivals:
@@ -235,14 +213,17 @@ class BalanceCounts:
             self._settle_oldest()
         return call.micro_step.slopes_F[where]
 
-    def _previous_slopes(self, previous: PreviousWindow) -> Tensor:
-        return previous.slopes(self.layout, num_ranks_L=self._num_ranks_L, gas=self._gas)
+    def _whole_slopes(self, whole: WholeWindow) -> Tensor:
+        return whole.slopes(self.layout, num_ranks_L=self._num_ranks_L, gas=self._gas)
 
     def _settle_oldest(self) -> None:
         """Await the oldest micro-step under way: f of a later one includes it."""
         micro_step, arrival = self._arrivals.popleft()
         slopes_F = self.window.running_slopes(
-            micro_step, arrival.wait(), num_ranks_L=self._num_ranks_L
+            micro_step,
+            arrival.wait(),
+            num_ranks_L=self._num_ranks_L,
+            carried=self._carried,
         )
         micro_step.slopes_F = slopes_F
         self._note_used(micro_step, slopes_F)
@@ -271,6 +252,7 @@ class BalanceCounts:
             fullness_L = place.gather(place.embed_layers(fullness_L.to(self.layout.device)))
             state["previous_counts"] = place.gather(place.embed_counts(window.counts_F)).cpu()
             state["previous_fullness"] = fullness_L.tolist()
+            state["previous_micro_steps"] = window.num_micro_steps
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> str | None:
@@ -291,7 +273,9 @@ class BalanceCounts:
         if "previous_counts" in state and self._keeps_previous and self._saves_state:
             counts_F = state["previous_counts"][self._place.counts].to(self.layout.device)
             fullness = state["previous_fullness"][self._place.layers]
-            self.previous = PreviousWindow(CompleteWindow(counts_F, fullness))
+            # Not in checkpoints of 0.1.0 before `carry`, which had no use for it.
+            num_micro_steps = state.get("previous_micro_steps", self._gas)
+            self.previous = WholeWindow(CompleteWindow(counts_F, fullness, num_micro_steps))
         if state["micro_steps_begun"]:
             return (
                 f"the checkpoint was saved {state['micro_steps_begun']} micro-steps into an "

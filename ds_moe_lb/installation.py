@@ -238,7 +238,7 @@ class _Installation:
         self._engine.load_balancer = balancer
         remember(root, balancer)
         frozen = [site.name for site in self._sites if not site.is_trainable]
-        if frozen and balancer.injects and dist.get_rank() == 0:
+        if frozen and balancer.policy.injects and dist.get_rank() == 0:
             logger.warning(
                 f"{SECTION}: the routers of {', '.join(frozen)} are frozen; their balance is "
                 f"measured but nothing is added to their gradients"

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ds_moe_lb import loss, metrics
 from ds_moe_lb.config import MonitorConfig
-from ds_moe_lb.counts import CountLayout, MicroStep, Window
+from ds_moe_lb.counts import CountLayout
 from ds_moe_lb.process_groups import CountGroup
 from ds_moe_lb.sync import ModelPlace, sum_over
+from ds_moe_lb.window import MicroStep, Window
 
 TAG = "Train/Samples/moe"
 # More keys than this drown a dashboard: 48 layers x 128 experts would be 6,144.

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ds_moe_lb import _compat, loss
-from ds_moe_lb.counts import MicroStep, RouterLayer
+from ds_moe_lb.counts import RouterLayer
 from ds_moe_lb.estimates import CallCounts
 from ds_moe_lb.inject import inject
 from ds_moe_lb.sites import RouterSite
+from ds_moe_lb.window import MicroStep
 
 if TYPE_CHECKING:
     from ds_moe_lb.balancer import LoadBalancer
@@ -81,7 +82,7 @@ class RouterCall:
     def inject_into(self, scores: Tensor) -> Tensor:
         """Attach the balancing gradient to the scores where the plugin itself adds the loss."""
         record, balancer = self.record, self.router.balancer
-        if record is None or not balancer.injects or not self.router.is_trainable:
+        if record is None or not balancer.policy.injects or not self.router.is_trainable:
             return scores
         if not torch.is_grad_enabled():
             return scores
@@ -97,9 +98,9 @@ class RouterCall:
 
     def loss_at_gate(self, parent_l_aux: Tensor) -> Tensor:
         """What the gate returns as ``l_aux``: final, or a placeholder until :meth:`finish`."""
-        if not self.router.balancer.replaces_l_aux:
+        if not self.router.balancer.policy.replaces_l_aux:
             return parent_l_aux
-        if self.router.balancer.coefficients is not None:
+        if self.router.balancer.policy.coefficients is not None:
             return self.probs_TE.new_zeros((), dtype=torch.float32)
         self.prob_sum_E = loss.prob_sum(self.probs_TE, valid_mask_T=self.valid_mask_T)
         if self.record is None:
@@ -197,10 +198,10 @@ class Router:
         return RouterCall(self, record if is_counted else None, probs_TE, valid_mask_T, counts_E)
 
     def _gradient_scale(self) -> Tensor | float:
-        balancer = self.balancer
-        if not balancer.injects or balancer.coefficients is None:
+        policy = self.balancer.policy
+        if not policy.injects or policy.coefficients is None:
             return 0.0
-        return balancer.gradient_scale * balancer.coefficients[self.layer.index]
+        return self.balancer.gradient_scale * policy.coefficients[self.layer.index]
 
     def _count(
         self,

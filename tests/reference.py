@@ -126,19 +126,23 @@ def balance(
     previous: Window | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     coeff: float = 1.0,
+    gas: int | None = None,
 ) -> Result:
     """Loss, counts and gradients of one layer over one window.
 
     Args:
         estimate: 'running' (counts of micro-steps 1..m), 'boundary' (counts of ``previous``, the
-            last complete window; None yet: as 'running') or 'micro_batch' (own counts and mean).
+            last complete window; None yet: as 'running'), 'carry' (G times micro-steps 1..m and
+            G - m times ``previous``; likewise) or 'micro_batch' (own counts and mean).
         groups: the ranks that share counts, a partition; None = all ranks are one group.
         coeff: factor on the loss, applied to the gradients and not to ``shares`` and ``losses``.
+        gas: G where the window is shorter or longer; matters to 'carry' only.
     """
     num_ranks, num_steps, num_experts = window.num_ranks, window.num_micro_steps, window.num_experts
+    gas = gas or num_steps
     if groups is None:
         groups = [list(range(num_ranks))]
-    if estimate == "boundary" and previous is None:
+    if estimate in ("boundary", "carry") and previous is None:
         estimate = "running"
 
     counts = [
@@ -157,6 +161,18 @@ def balance(
             # f and the weight w of one token.
             if estimate == "running":
                 seen = add(*[counts[step][rank] for step in range(m + 1) for rank in group])
+                tokens = sum(sum(counts[m][rank]) for rank in group) / window.top_k
+                numerator = float(len(group))
+            elif estimate == "carry":
+                assert previous is not None
+                before = window_counts(previous)
+                rest = max(gas - (m + 1), 0)
+                seen = [
+                    sum(counts[step][rank][e] for step in range(m + 1) for rank in group)
+                    * previous.num_micro_steps
+                    + rest * sum(before[rank][e] for rank in group)
+                    for e in range(num_experts)
+                ]
                 tokens = sum(sum(counts[m][rank]) for rank in group) / window.top_k
                 numerator = float(len(group))
             elif estimate == "boundary":

@@ -71,7 +71,6 @@ def test_every_wrong_key_is_named_at_once():
     "section",
     [
         {"scope": "sequence"},
-        {"estimate": "carry"},
         {"estimate": "exact"},
         {"micro_batch_weight": 0.01},
         {"z_loss_coeff": 0.001},

@@ -5,15 +5,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ds_moe_lb.counts import (
-    CompleteWindow,
-    CountLayout,
-    RouterLayer,
-    Window,
-    describe_position,
-    position,
-)
+from ds_moe_lb.counts import CountLayout, RouterLayer, describe_position, position
 from ds_moe_lb.sync import CountGroup, PositionCheck, check_positions
+from ds_moe_lb.window import Carried, CompleteWindow, Window
 
 LAYERS = (RouterLayer(0, "a", 2, 1), RouterLayer(1, "b", 3, 2))
 
@@ -87,6 +81,40 @@ def test_f_is_divided_by_all_the_selections_it_counts_not_by_those_of_this_micro
     assert f.tolist() == [0.75, 0.25]
 
 
+def test_carry_slopes_by_hand(layout):
+    """D = 2, G = 2; before: 4 micro-steps, a (0, 8). Now a: (3, 1), then (0, 4) twice."""
+    before = CompleteWindow(torch.tensor([0, 8, 0, 0, 0]), [2.0, 2.0], 4)
+    window, num_ranks, carried = Window(layout), torch.tensor([2, 2]), Carried(before, 2)
+    # m = 1: 4 (3, 1) + 1 (0, 8) = (12, 12); m = 2: (3, 5); m = 3, beyond G: (3, 9); w = 2/4, E = 2
+    for counts, expected in (
+        ([3, 1, 2, 2, 4], [0.5, 0.5, 0.375, 0.375, 0.75]),
+        ([0, 4, 0, 0, 0], [0.375, 0.625, 0.0, 0.0, 0.0]),
+        ([0, 4, 2, 2, 4], [0.25, 0.75, 0.375, 0.375, 0.75]),
+    ):
+        micro_step = window.begin_micro_step()
+        micro_step.calls = [1, 1]
+        slope = Window.running_slope(
+            _copy_of(window),
+            window.begin_micro_step(),
+            layer=0,
+            global_counts_E=torch.tensor(counts[:2]),
+            num_ranks=2,
+            carried=carried,
+        )
+        slopes = window.running_slopes(
+            micro_step, torch.tensor(counts), num_ranks_L=num_ranks, carried=carried
+        )
+        window.end_micro_step(micro_step)
+        assert slopes.tolist() == expected
+        assert slope.tolist() == expected[:2]
+
+
+def _copy_of(window):
+    copy = Window(window.layout)
+    copy.global_F = window.global_F.clone()
+    return copy
+
+
 def test_one_layer_alone_gives_the_same_slope(layout):
     together, alone = Window(layout), Window(layout)
     num_ranks = torch.tensor([2, 2])
@@ -105,7 +133,7 @@ def test_one_layer_alone_gives_the_same_slope(layout):
 
 def test_boundary_slopes_by_hand(layout):
     """w = D G / N_prev with D = 2, G = 4; f over the previous window."""
-    previous = CompleteWindow(torch.tensor([6, 2, 0, 0, 0]), [1.0, 1.0])
+    previous = CompleteWindow(torch.tensor([6, 2, 0, 0, 0]), [1.0, 1.0], 4)
     slopes = previous.slopes(layout, num_ranks_L=torch.tensor([2, 2]), gas=4)
     # a: N = 8, w = 1, E f = 2 * (3/4, 1/4); b: an empty window balances nothing
     assert slopes.tolist() == [1.5, 0.5, 0.0, 0.0, 0.0]
@@ -113,7 +141,7 @@ def test_boundary_slopes_by_hand(layout):
 
 def test_a_short_window_stands_for_a_full_one(layout):
     """Half a window of N = 8 tokens: a full one would have had 16, so w = 2 * 4 / 16."""
-    previous = CompleteWindow(torch.tensor([6, 2, 0, 0, 0]), [0.5, 0.5])
+    previous = CompleteWindow(torch.tensor([6, 2, 0, 0, 0]), [0.5, 0.5], 4)
     slopes = previous.slopes(layout, num_ranks_L=torch.tensor([2, 2]), gas=4)
     assert slopes.tolist() == [0.75, 0.25, 0.0, 0.0, 0.0]
 

@@ -86,6 +86,24 @@ def test_boundary_sees_the_previous_window():
     assert first == reference.balance(window, estimate="running")
 
 
+def test_carry_fills_up_with_the_previous_window():
+    # Previous: 2 steps x 1 token, all on expert 1. Step 1: 2 (1, 0) + 1 (0, 2) = (2, 2), f = 1/2
+    # each: share 1, no slope. Step 2: nothing is carried over, f = (1, 0): share 2 * 3/4.
+    previous = _window([[[ONE]], [[ONE]]], [[[[1]]], [[[1]]]])
+    window = _window([[[ONE]], [[ONE]]], [[[[0]]], [[[0]]]])
+    result = reference.balance(window, estimate="carry", previous=previous)
+    assert result.expert_fraction == [[[0.5, 0.5]], [[1.0, 0.0]]]
+    assert result.losses == pytest.approx([1.0, 1.5], abs=1e-15)
+    assert result.weight_grad[0][0] == pytest.approx(3 / 16, abs=1e-15)
+    # A previous window of one step stands for one of its kind: 1 (1, 0) + 1 (0, 1).
+    short = _window([[[ONE]]], [[[[1]]]])
+    result = reference.balance(window, estimate="carry", previous=short)
+    assert result.expert_fraction[0] == [[0.5, 0.5]]
+    assert reference.balance(window, estimate="carry") == reference.balance(
+        window, estimate="running"
+    )
+
+
 def test_boundary_weighs_by_the_tokens_of_the_previous_window():
     # Previous window: 4 tokens over 2 ranks x 1 step, N_prev = 4, w = D G / N_prev = 1/2.
     # This window: one token on rank 0 and two on rank 1 (all x = 1, expert 0 before): shares

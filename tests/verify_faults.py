@@ -141,9 +141,9 @@ def window_never_reset() -> Iterator[None]:
     """Counts of the windows before go on to count."""
     original = BalanceCounts.start_window
 
-    def start_window(self: BalanceCounts, *, gas: int) -> None:
+    def start_window(self: BalanceCounts, **now: Any) -> None:
         before = self.__dict__.get("window")
-        original(self, gas=gas)
+        original(self, **now)
         if before is not None:
             self.window.local_F += before.local_F
             self.window.global_F += before.global_F

@@ -194,7 +194,11 @@ def wrong(
                 continue
             before = previous if cell.estimate == "boundary" else None
             expected = reference.balance(
-                window, estimate=cell.estimate, previous=before, coeff=COEFF
+                window,
+                estimate=cell.estimate,
+                previous=previous,
+                coeff=COEFF,
+                gas=cell.gradient_accumulation_steps,
             )
             scale = factor(layer, number, window, before)
             previous = window

@@ -1,0 +1,62 @@
+"""What the plugin does during one accumulation window: one state of the section, ready for use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_moe_lb.config import LoadBalancingConfig
+
+# When the counts of a micro-step are reduced: for each layer at its gate, for all layers when the
+# forward has ended, or never.
+Reduction = Literal["at_gate", "after_forward", "none"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One state of the section.
+
+    Attributes:
+        config: the section in this state.
+        coefficients: of each layer's loss, which the plugin adds; None where a script adds `l_aux`.
+        adds_loss: whether the plugin adds any. A pipeline stage without MoE layers has no
+            coefficients, but goes with the others.
+    """
+
+    config: LoadBalancingConfig
+    coefficients: Sequence[float] | None
+    adds_loss: bool
+
+    @property
+    def injects(self) -> bool:
+        """The plugin itself adds a gradient."""
+        return self.adds_loss
+
+    @property
+    def replaces_l_aux(self) -> bool:
+        """False with scope `none`, where the built-in ``l_aux`` stays."""
+        return self.config.scope != "none"
+
+    @property
+    def estimate(self) -> str:
+        """`running`, `carry` or `boundary`; "local" where f is a micro-batch's own."""
+        return self.config.estimate if self.reduction != "none" else "local"
+
+    @property
+    def reduction(self) -> Reduction:
+        """When this window's own micro-steps are reduced, if its estimate needs them at all."""
+        if self.config.scope != "global_batch" or (
+            self.coefficients is not None and not self.injects
+        ):
+            return "none"
+        return "at_gate" if self.coefficients is None else "after_forward"
+
+    @property
+    def uses_loss(self) -> bool:
+        """A loss of ours has an effect, so its value is worth a report."""
+        return self.replaces_l_aux and (self.coefficients is None or self.injects)
+
+
+def make_policy(config: LoadBalancingConfig, coefficients: Sequence[float] | None) -> Policy:
+    """The policy of a state of the section with these coefficients of the layers."""
+    adds_loss = coefficients is not None and bool(config.aux_loss_coeff or any(coefficients))
+    return Policy(config, coefficients, adds_loss)
