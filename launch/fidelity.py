@@ -3,8 +3,8 @@
     python launch/fidelity.py
 
 Trains the demo's small model on its text (one process; the D ranks are simulated by taking D
-micro-batches for one micro-step), and stops at a few steps to look. There, for each G, one window is
-run and one optimizer step taken with its gradient; the window after it gives the recorded router
+micro-batches for one micro-step), and stops at a few steps to look. There, for each G, one window
+is run and one optimizer step taken with its gradient; the window after it gives the recorded router
 inputs and counts, from which the balancing gradient of the router's weight under every estimate
 follows in fp64. `exact` has f over the whole window; the others are compared with it, for each
 micro-step and for the sum over the window. Prints a table, writes JSON and a figure.
