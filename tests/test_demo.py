@@ -123,13 +123,23 @@ def test_interrupted_comparison_leaves_a_checkpoint_to_resume_from(tmp_path: Pat
 
 
 def test_resuming_continues_as_if_never_stopped(tmp_path: Path) -> None:
-    """On a user's folder: Ctrl-C, --resume, and the losses of a run that was left alone."""
+    """On a user's folder: Ctrl-C, --resume, and the losses of a run that was left alone.
+
+    Domains are sampled by weights that follow the validation losses.
+    """
     data = tmp_path / "texts"
     data.mkdir()
     (data / "digits.txt").write_text("".join(f"{i * i:08d}\n" for i in range(2000)))
     (data / "words.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
     train = ["train", "--config", "zero1_ep2_global_batch", "--data", str(data), "--steps", "12"]
     train += ["--eval-interval", "4", *TINY]
+    for flag, values in (
+        ("--domain-weights", {"digits": 1, "words": 3}),
+        ("--reference-losses", {"digits": 5.0, "words": 6.0}),
+    ):
+        file = tmp_path / f"{flag[2:]}.json"
+        file.write_text(json.dumps(values))
+        train += [flag, str(file)]
     stopped = _start([*train, "--output", "stopped"], tmp_path)
     _wait_for_step(tmp_path / "stopped", 2, stopped)
     stopped.send_signal(signal.SIGINT)
@@ -150,6 +160,16 @@ def test_resuming_continues_as_if_never_stopped(tmp_path: Path) -> None:
         assert [r[key] for r in found] == pytest.approx([r[key] for r in expected], rel=1e-6)
     validations = [_lines(tmp_path / name / "validation.jsonl") for name in ("stopped", "whole")]
     assert validations[0][-1]["loss"] == pytest.approx(validations[1][-1]["loss"], rel=1e-6)
+    # Every line says what the weights are from then on, and each update changes them.
+    for name in ("stopped", "whole"):
+        weights = [
+            line["domain_weights"]["digits"]
+            for line in _lines(tmp_path / name / "validation.jsonl")
+        ]
+        assert len(set(weights)) == 3 and 0.25 not in weights
+    assert validations[0][-1]["domain_weights"] == pytest.approx(
+        validations[1][-1]["domain_weights"], rel=1e-6
+    )
 
 
 def test_resume_takes_its_flags_from_the_run(tmp_path: Path) -> None:

@@ -25,6 +25,11 @@ OPTION_FLAGS: dict[str, tuple[type, str]] = {
     ),
     "learning_rate": (float, "of AdamW, used when the config has no optimizer [0.002]"),
     "ep_size": (int, "expert-parallel size, 0 = as many ranks as divide the experts [0]"),
+    "domain_weights": (str, "JSON file: how often each domain is sampled, by name [all equal]"),
+    "reference_losses": (
+        str,
+        "JSON file: a loss by domain; after each validation, weights follow what is above [none]",
+    ),
 }
 MODEL_FLAGS: dict[str, tuple[type, str]] = {
     "num_layers": (int, "transformer blocks, each with an MoE layer [3]"),
@@ -65,6 +70,7 @@ CONVERSION_CHOICES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 CHECKPOINTING = ("off", "reentrant", "non_reentrant")
+DOMAIN_FILES = ("domain_weights", "reference_losses")
 # What may be given together with --resume; everything else is taken from the run.
 RESUMABLE = ("steps", "eval_interval", "eval_batches", "save_interval")
 

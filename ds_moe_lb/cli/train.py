@@ -79,11 +79,26 @@ def _new_info(options: argparse.Namespace) -> dict[str, Any]:
         "label": label,
         "output": str((options.output or Path("runs") / label).resolve()),
         "data": str(options.data.resolve()) if options.data else None,
-        "options": arguments.given_options(options),
+        "options": _with_domain_files(arguments.given_options(options)),
         "model": arguments.given_model(options),
         "ds_config": load_ds_config(options.config),
         "resumed_at": [],
     }
+
+
+def _with_domain_files(given: dict[str, Any]) -> dict[str, Any]:
+    """Options with the content of the JSON files, so that a resumed run does not need them."""
+    read = {}
+    for name in arguments.DOMAIN_FILES:
+        if name in given:
+            flag, file = "--" + name.replace("_", "-"), Path(given[name])
+            try:
+                read[name] = json.loads(file.read_text())
+            except (OSError, json.JSONDecodeError) as error:
+                raise ValueError(f"{flag} {file}: expected a JSON file, but {error}") from None
+            if not isinstance(read[name], dict):
+                raise ValueError(f'{flag} {file}: expected an object, {{"domain": number, ...}}')
+    return given | read
 
 
 def _resumed_info(options: argparse.Namespace, world_size: int) -> dict[str, Any]:

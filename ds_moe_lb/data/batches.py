@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_moe_lb.data.corpus import Corpus, Domain
@@ -37,24 +38,34 @@ class BatchPlan:
 
 
 def training_micro_batches(
-    corpus: Corpus, plan: BatchPlan, *, step: int, dp_rank: int
+    corpus: Corpus,
+    plan: BatchPlan,
+    *,
+    step: int,
+    dp_rank: int,
+    weights_D: NDArray[np.float64] | None = None,
 ) -> Iterator[Tensor]:
     """The micro-batches of one rank for one optimizer step.
 
-    The global batch depends on seed and step alone; ranks and micro-steps take slices of it. Each
-    sequence comes from one domain, drawn uniformly.
+    The global batch depends on seed, step and weights alone; ranks and micro-steps take slices of
+    it. Each sequence comes from one domain.
 
     Args:
         corpus: text to draw from.
         plan: the cut.
         step: optimizer steps done before this one.
         dp_rank: this rank among `plan.dp_world_size`.
+        weights_D: probability of each domain of the corpus; None = all equal.
 
     Yields:
         ``(B, S + 1)`` int64.
     """
     random = np.random.default_rng([plan.seed, step])
-    domains = random.integers(len(corpus.domains), size=plan.global_batch_size)
+    num_domains = len(corpus.domains)
+    if weights_D is None:
+        domains = random.integers(num_domains, size=plan.global_batch_size)
+    else:
+        domains = random.choice(num_domains, size=plan.global_batch_size, p=weights_D)
     positions = random.random(plan.global_batch_size)
     for micro_step in range(plan.gradient_accumulation_steps):
         first = (micro_step * plan.dp_world_size + dp_rank) * plan.micro_batch_size

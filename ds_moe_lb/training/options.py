@@ -23,6 +23,9 @@ class TrainOptions:
             when the JSON has its own coefficient.
         learning_rate: for the AdamW that is made when the JSON has no optimizer.
         ep_size: expert-parallel size; 0 = as many ranks as divide the experts.
+        domain_weights: how often each domain is sampled, by name; None = equally often.
+        reference_losses: validation loss of each domain that the weights are to follow, by name, at
+            every `eval_interval`; None = the weights stay.
     """
 
     steps: int = 300
@@ -34,6 +37,8 @@ class TrainOptions:
     aux_loss_coeff: float | None = None
     learning_rate: float = 2e-3
     ep_size: int = 0
+    domain_weights: dict[str, float] | None = None
+    reference_losses: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         lowest = {"steps": 1, "eval_interval": 0, "eval_batches": 1, "eval_batch_size": 1}
@@ -43,6 +48,11 @@ class TrainOptions:
             if value < minimum:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag}: got {value}, expected a number >= {minimum}")
+        if self.reference_losses is not None and self.eval_interval == 0:
+            raise ValueError(
+                "--eval-interval: got 0, expected a number >= 1 with --reference-losses, because "
+                "the weights of the domains follow the validations"
+            )
 
 
 def script_aux_loss_coeff(options: TrainOptions, ds_config: Mapping[str, Any]) -> float:

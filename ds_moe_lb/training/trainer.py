@@ -14,6 +14,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 import ds_moe_lb
 from ds_moe_lb.data.batches import BatchPlan, check_sequence_length, training_micro_batches
 from ds_moe_lb.data.corpus import Corpus
+from ds_moe_lb.data.domain_weights import DomainWeights
 from ds_moe_lb.training.evaluate import evaluate
 from ds_moe_lb.training.model import (
     ByteMoEModel,
@@ -28,6 +29,7 @@ from ds_moe_lb.training.stop_request import StopRequest
 
 # `LoadBalancer.metrics()` marks the values of single layers so; history.jsonl keeps the means.
 _PER_LAYER_MARK = "/"
+_WEIGHTS_KEY = "domain_weights"  # in the client state of a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class Trainer:
         self.task = task
         self.folder = folder
         self._aux_loss_coeff = script_aux_loss_coeff(task.options, task.ds_config)
+        self._domain_weights = _domain_weights(task)
         torch.manual_seed(task.options.seed)
         self.engine = _build_engine(task)
         self.plan = BatchPlan(
@@ -70,9 +73,11 @@ class Trainer:
         Raises:
             ValueError: when there is none.
         """
-        path, _ = self.engine.load_checkpoint(str(self.folder.checkpoints))
+        path, client_state = self.engine.load_checkpoint(str(self.folder.checkpoints))
         if path is None:
             raise ValueError(f"--resume: no checkpoint in {self.folder.checkpoints}")
+        if self._domain_weights is not None:
+            self._domain_weights.load_state_dict(client_state[_WEIGHTS_KEY])
         self.folder.forget_after(self.step)
 
     def run(self, progress: Progress, stop: StopRequest) -> bool:
@@ -83,9 +88,11 @@ class Trainer:
         """
         options = self.task.options
         validated = saved = -1
+        if self._missed_an_update():
+            self._validate(progress)
         while self.step < options.steps:
             stopped = self._train_step(progress, stop)
-            if options.eval_interval and self.step % options.eval_interval == 0 and not stopped:
+            if self._is_validation_step() and not stopped:
                 self._validate(progress)
                 validated = self.step
             if stopped or (options.save_interval and self.step % options.save_interval == 0):
@@ -106,7 +113,11 @@ class Trainer:
         self._seed_step(step)
         sums = torch.zeros(3, dtype=torch.float64, device=self.engine.device)  # loss, l_aux, stop
         for tokens in training_micro_batches(
-            self.task.corpus, self.plan, step=step, dp_rank=dist.get_rank()
+            self.task.corpus,
+            self.plan,
+            step=step,
+            dp_rank=dist.get_rank(),
+            weights_D=None if self._domain_weights is None else self._domain_weights.weights_D,
         ):
             tokens = tokens.to(self.engine.device)
             output = self.engine(tokens[:, :-1])
@@ -160,11 +171,28 @@ class Trainer:
             max_batches=options.eval_batches,
         )
         record = validation.record(step=self.step, domain_names=self.task.corpus.domain_names)
+        if self._domain_weights is not None:
+            if self._is_validation_step():
+                self._domain_weights.update(validation.loss_D.tolist(), step=self.step)
+            record["domain_weights"] = self._domain_weights.by_name
         self.folder.append_validation(record)
         events = {"Validation/Samples/loss": validation.loss}
         events |= {f"Validation/Samples/loss/{k}": v for k, v in record["loss_per_domain"].items()}
+        for name, weight in record.get("domain_weights", {}).items():
+            events[f"Validation/Samples/domain_weight/{name}"] = weight
         self._write_events(events)
         progress.note(f"step {self.step}: validation loss {validation.loss:.4f} nats per byte")
+
+    def _is_validation_step(self) -> bool:
+        interval = self.task.options.eval_interval
+        return interval > 0 and self.step % interval == 0
+
+    def _missed_an_update(self) -> bool:
+        """Whether the run was stopped between a step and the validation that weights follow."""
+        weights = self._domain_weights
+        if weights is None or not weights.is_dynamic or self.step == 0:
+            return False
+        return self._is_validation_step() and weights.updated_at < self.step
 
     def _write_events(self, values: Mapping[str, float]) -> None:
         samples = self.engine.global_samples
@@ -174,7 +202,12 @@ class Trainer:
             )
 
     def _save(self) -> None:
-        self.engine.save_checkpoint(str(self.folder.checkpoints), tag=f"step{self.step:06d}")
+        client_state = {}
+        if self._domain_weights is not None:
+            client_state[_WEIGHTS_KEY] = self._domain_weights.state_dict()
+        self.engine.save_checkpoint(
+            str(self.folder.checkpoints), tag=f"step{self.step:06d}", client_state=client_state
+        )
 
 
 def prepare_ds_config(ds_config: Mapping[str, Any], tensorboard: Path) -> dict[str, Any]:
@@ -183,6 +216,18 @@ def prepare_ds_config(ds_config: Mapping[str, Any], tensorboard: Path) -> dict[s
     section |= {"output_path": str(tensorboard), "job_name": ""}
     # DeepSpeed prints a line of its own every ten steps, which would break the progress bar.
     return {**ds_config, "steps_per_print": 1_000_000_000, "tensorboard": section}
+
+
+def _domain_weights(task: Task) -> DomainWeights | None:
+    """None where every domain is sampled equally often for ever."""
+    options = task.options
+    if options.domain_weights is None and options.reference_losses is None:
+        return None
+    return DomainWeights(
+        task.corpus.domain_names,
+        weights=options.domain_weights,
+        reference_losses=options.reference_losses,
+    )
 
 
 def _build_engine(task: Task) -> Any:
