@@ -123,9 +123,11 @@ def input_models(
     from transformers import PreTrainedModel
 
     models: list[torch.nn.Module] = []
+    inside: set[torch.nn.Module] = set()
     for module in root.modules():
-        is_inside = any(module is part for model in models for part in model.modules())
-        if isinstance(module, PreTrainedModel) and not is_inside:
-            if routers & set(module.modules()):
+        if module not in inside and isinstance(module, PreTrainedModel):
+            parts = set(module.modules())
+            if routers & parts:
                 models.append(module)
+                inside |= parts
     return [(model, True) for model in models] or [(root, False)]
