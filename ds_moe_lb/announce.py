@@ -75,7 +75,7 @@ def _collectives_per_step(balancer: LoadBalancer, gas: int) -> int:
     reducer, reduction = balancer.balance.reducer, balancer.policy.reduction
     if reduction == "none":
         return 0
-    if balancer.config.estimate == "boundary":
+    if balancer.config.estimate in ("boundary", "exact"):
         return reducer.num_collectives_per_message
     if reduction == "after_forward":
         return gas * reducer.num_collectives_per_message

@@ -1,17 +1,17 @@
 """The LoadBalancer: the handle that users hold, and what follows an engine's forwards and steps."""
 
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from deepspeed.utils import log_dist
 from torch import Tensor, nn
 
 from ds_moe_lb import _compat
+from ds_moe_lb.complaints import Complaints
 from ds_moe_lb.config import LoadBalancingConfig
+from ds_moe_lb.counting_pass import count_batches, take_batches
 from ds_moe_lb.counts import CountLayout
 from ds_moe_lb.estimates import BalanceCounts
 from ds_moe_lb.monitor import BalanceMonitor
@@ -19,7 +19,9 @@ from ds_moe_lb.policy import make_policy
 from ds_moe_lb.process_groups import CountGroup
 from ds_moe_lb.router import Masks, Router
 from ds_moe_lb.sync import CountReducer, ModelPlace
-from ds_moe_lb.window import MicroStep
+from ds_moe_lb.window import MicroStep, Window
+
+_Batch = TypeVar("_Batch")
 
 
 class LoadBalancer:
@@ -32,10 +34,12 @@ class LoadBalancer:
         config: the validated JSON section.
         micro_step: the counted forward under way; None outside of one.
         policy: what is done in this window.
+        counting: the counts of the counting pass under way (estimate `exact`); else None.
         current_masks: masks of the forward under way, by name: that of the :meth:`token_mask` block
             around it, and the model's own.
         gradient_scale: from slope to gradient, coefficient left out: 1/G and loss scale.
         balance: counts and slopes.
+        complaints: warnings about what cannot work.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class LoadBalancer:
         self._outer: list[tuple[MicroStep | None, bool]] = []
         self._has_grad = False
         self.policy = make_policy(config, coefficients)
+        self.counting: Window | None = None
         self.current_masks: Masks = ()
         self.gradient_scale: Tensor | float = 0.0
         self.layout = layout
@@ -76,10 +81,7 @@ class LoadBalancer:
         self._routers: Sequence[Router] = ()
         self._uninstall: Callable[[], None] = _nothing
         self._forget_calls: Callable[[], None] = _nothing
-        self._watches_gradient = self.policy.replaces_l_aux and coefficients is None
-        self._l_aux_had_gradient = False
-        self._is_unseen_reported = False
-        self._is_first_forward_checked = False
+        self.complaints = Complaints()
         self.start_window()
 
     # what scripts call
@@ -135,6 +137,40 @@ class LoadBalancer:
         finally:
             self.current_masks = before
 
+    def window(
+        self, batches: Iterable[_Batch], forward: Callable[[_Batch], Any]
+    ) -> Iterator[_Batch]:
+        """The batches of one accumulation window, counted first if the estimate is `exact`.
+
+        ``for batch in engine.load_balancer.window(batches, forward):`` around forward, backward and
+        step. With another estimate the batches come back and nothing else happens. Leaving the loop
+        early changes nothing: f stays that of all these batches until the optimizer steps.
+
+        Args:
+            batches: the G = gradient_accumulation_steps micro-batches of this rank, or an iterator,
+                from which the next G are taken; they are kept until they were trained on.
+            forward: runs the engine's forward on a batch as training does. Called once for each
+                batch, without grad and in training mode, then the random state is restored; so
+                the same dropout and noise come again in training if nothing but its forwards draws
+                random numbers. Buffers that a training forward updates are updated twice.
+
+        Raises:
+            ValueError: not G batches.
+            RuntimeError: in the middle of a window, in evaluation mode, or `forward` does not run
+                the engine once.
+        """
+        taken = take_batches(batches, gas=self.engine.gradient_accumulation_steps())
+        self.close_window_if_stepped()
+        if self.policy.estimate == "exact":
+            if self.balance.window.num_micro_steps:
+                raise RuntimeError(
+                    f"LoadBalancer.window: called {self.balance.window.num_micro_steps} "
+                    f"micro-steps into an accumulation window; finish that one first, by an "
+                    f"optimizer step"
+                )
+            self.balance.start_counted(count_batches(self, taken, forward))
+        return iter(taken)
+
     def uninstall(self) -> None:
         """Take the plugin off the engine: built-in losses, methods and checkpoints as they were."""
         self._uninstall()
@@ -168,7 +204,11 @@ class LoadBalancer:
         self._outer.append((self.micro_step, self._has_grad))
         self._has_grad = torch.is_grad_enabled()
         is_outermost = len(self._outer) == 1
-        if not training or not torch.is_grad_enabled() or _compat.in_backward():
+        if self.counting is not None and training:
+            if is_outermost:
+                self._forget_calls()
+                self.micro_step = self.counting.begin_micro_step()
+        elif not training or not torch.is_grad_enabled() or _compat.in_backward():
             self.micro_step = None
         elif is_outermost:
             self._begin_micro_step()
@@ -176,6 +216,13 @@ class LoadBalancer:
     def _begin_micro_step(self) -> None:
         self._forget_calls()
         self.close_window_if_stepped()
+        if self.policy.estimate == "exact" and not self.balance.has_counted:
+            raise RuntimeError(
+                "moe_load_balancing.estimate: 'exact' counts a window before its first backward, "
+                "so training has to go through `for batch in engine.load_balancer.window(batches, "
+                "forward)` with the batches of each optimizer step; where a trainer owns the loop, "
+                "use 'boundary' (the whole last window) or 'carry'"
+            )
         for router in self._routers:
             router.retire()
         self.micro_step = self.balance.window.begin_micro_step()
@@ -188,36 +235,13 @@ class LoadBalancer:
         """The root module's forward has ended; not called where it raised."""
         if self.micro_step is None or len(self._outer) > 1:
             return
-        if not self._is_first_forward_checked:
-            self._check_routers_called(self.micro_step)
+        if self.counting is not None:
+            self.counting.end_micro_step(self.micro_step)
+            return
+        if not any(router.is_native for router in self._routers):
+            self.complaints.first_forward(self.layout.layers, self.micro_step.calls)
         self.balance.end_micro_step(self.micro_step)
         self.monitor.end_micro_step(self.micro_step)
-
-    def _check_routers_called(self, micro_step: MicroStep) -> None:
-        """Routers that are observed from outside may have been replaced by something else."""
-        self._is_first_forward_checked = True
-        if any(router.is_native for router in self._routers):
-            return
-        missing = [
-            layer.name
-            for layer, calls in zip(self.layout.layers, micro_step.calls, strict=True)
-            if not calls
-        ]
-        if not missing:
-            return
-        if len(missing) == len(micro_step.calls):
-            raise RuntimeError(
-                f"moe_load_balancing: the model's forward called none of its {len(missing)} "
-                f"routers ({missing[0]!r}, ...), so nothing can be counted: something else, such "
-                f"as a kernel from the hub, took the place of the MoE blocks. Load the model "
-                f"without kernels (use_kernels=False), or remove the section"
-            )
-        log_dist(
-            f"moe_load_balancing: the first forward did not call the routers of "
-            f"{', '.join(missing)}; what is not called is neither balanced nor measured.",
-            ranks=[0],
-            level=logging.WARNING,
-        )
 
     def leave_forward(self) -> None:
         """The root module's forward is over, whether it ended or raised."""
@@ -239,11 +263,14 @@ class LoadBalancer:
         if self.engine.global_steps == self._first_step:
             return
         if self.balance.window.num_micro_steps == 0:
-            self._warn_if_unseen()
+            self.complaints.step_without_forward()
         else:
             self.balance.close_window(applied=self.engine.skipped_steps == self._first_skipped)
             self.monitor.close_window(self.balance.window, engine=self.engine)
-            self._warn_if_unused()
+            if self.policy.offers_l_aux:
+                self.complaints.step_with_l_aux()
+            if self.balance.has_recounted:
+                self.complaints.recount(self.balance.recount_difference())
         self.start_window()
 
     def start_window(self) -> None:
@@ -255,43 +282,12 @@ class LoadBalancer:
         for router in self._routers:
             router.forget_all()
 
-    def watch_gradient(self, l_aux: Tensor) -> None:
-        """In the first window, note whether the script makes any use of ``l_aux``."""
-        if self._watches_gradient and l_aux.requires_grad:
-            l_aux.register_hook(self._note_gradient)
-
-    def _note_gradient(self, grad: Tensor) -> None:
-        self._l_aux_had_gradient = True
-
     def _used_loss(self) -> str | None:
         if not self.policy.uses_loss:
             return None
         if self.config.scope == "micro_batch" and self.policy.injects:
             return "micro_batch"
         return "own"
-
-    def _warn_if_unseen(self) -> None:
-        if self._is_unseen_reported:
-            return
-        self._is_unseen_reported = True
-        log_dist(
-            "moe_load_balancing: an optimizer step without any training forward of the engine's "
-            "model; nothing was balanced or measured. Only what runs through engine(...), that is "
-            "the forward of the root module with grad enabled, is seen.",
-            ranks=[0],
-            level=logging.WARNING,
-        )
-
-    def _warn_if_unused(self) -> None:
-        if self._watches_gradient and not self._l_aux_had_gradient:
-            log_dist(
-                "moe_load_balancing: no l_aux received a gradient in the first window, so nothing "
-                "balances the experts. Add coefficient * l_aux of every MoE layer to the loss (and "
-                "return l_aux from checkpointed blocks), or set moe_load_balancing.aux_loss_coeff.",
-                ranks=[0],
-                level=logging.WARNING,
-            )
-        self._watches_gradient = False
 
 
 def _nothing() -> None:

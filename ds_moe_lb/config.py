@@ -23,7 +23,6 @@ Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 # Values that the section knows but this version does not run: refused, never ignored.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "scope": ("sequence",),
-    "estimate": ("exact",),
 }
 _NOT_YET_NON_DEFAULT = ("micro_batch_weight", "z_loss_coeff", "bias_update_rate", "schedule")
 

@@ -24,6 +24,11 @@ def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
                 f"{SECTION}.aux_loss_coeff: got None, but PipelineEngine hands no l_aux to a loss; "
                 f"set it to a number, and the plugin adds the gradient on every stage"
             )
+    if isinstance(engine, PipelineEngine) and config.estimate == "exact":
+        raise ValueError(
+            f"{SECTION}.estimate: got 'exact', but PipelineEngine fetches its batches itself, so "
+            f"they cannot be counted first; use 'boundary', which has the whole last window"
+        )
     if engine.is_compiled:
         raise ValueError(
             f"{SECTION}: the engine is compiled already (engine.compile()), which is not "

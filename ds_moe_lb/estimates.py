@@ -3,6 +3,7 @@
 - `running`: micro-steps 1..m of this window on all ranks (the paper's buffer).
 - `carry`: the same and, for the micro-steps to come, a share of the last complete window.
 - `boundary`: the last complete window.
+- `exact`: this window, counted before its first backward.
 
 Without a complete window `carry` and `boundary` are `running`.
 
@@ -95,10 +96,36 @@ class BalanceCounts:
         self.window = Window(self.layout)
         self._gas = gas
         self._arrivals: deque[tuple[MicroStep, Arrival]] = deque()
+        self._counted: WholeWindow | None = None
+
+    def start_counted(self, counted: Window) -> None:
+        """Launch the reduction of what the counting pass of this window has counted."""
+        arrival = self._start(counted.local_F, counted.num_micro_steps, counted.calls)
+        self._counted_F = counted.local_F
+        self._counted = WholeWindow(counted.complete(counted.local_F, gas=self._gas), arrival)
+
+    @property
+    def has_counted(self) -> bool:
+        """This window was counted before its first backward."""
+        return self._counted is not None
+
+    @property
+    def has_recounted(self) -> bool:
+        """As many micro-steps were trained on as counted before."""
+        return self._counted is not None and self.window.num_micro_steps == self._gas
+
+    def recount_difference(self) -> float:
+        """Share of this rank's selections that the counting pass saw otherwise; waits for the
+        device.
+        """
+        moved = (self.window.local_F - self._counted_F).abs().sum()
+        return float(moved / (self.window.local_F + self._counted_F).sum().clamp(min=1))
 
     @property
     def _whole(self) -> WholeWindow | None:
         """The complete window that f is taken from; None = this window so far."""
+        if self.policy.estimate == "exact":
+            return self._counted
         return self.previous if self.policy.estimate == "boundary" else None
 
     @property
@@ -169,7 +196,9 @@ class BalanceCounts:
             # Launched on every rank whatever became of the step; awaited when first needed.
             counts_F = window.local_F
             arrival = self._start(counts_F, window.num_micro_steps, window.calls)
-        if applied:
+        if applied and self.policy.estimate == "exact":
+            self.previous = self._counted
+        elif applied:
             self.previous = WholeWindow(window.complete(counts_F, gas=self._gas), arrival)
         elif arrival is not None:
             arrival.wait()

@@ -37,8 +37,13 @@ class Policy:
         return self.config.scope != "none"
 
     @property
+    def offers_l_aux(self) -> bool:
+        """A script is expected to add ``l_aux``, which is the loss."""
+        return self.replaces_l_aux and self.coefficients is None
+
+    @property
     def estimate(self) -> str:
-        """`running`, `carry` or `boundary`; "local" where f is a micro-batch's own."""
+        """`running`, `carry`, `boundary` or `exact`; "local" where f is a micro-batch's own."""
         return self.config.estimate if self.reduction != "none" else "local"
 
     @property
@@ -53,7 +58,7 @@ class Policy:
     @property
     def uses_loss(self) -> bool:
         """A loss of ours has an effect, so its value is worth a report."""
-        return self.replaces_l_aux and (self.coefficients is None or self.injects)
+        return self.offers_l_aux or self.injects
 
 
 def make_policy(config: LoadBalancingConfig, coefficients: Sequence[float] | None) -> Policy:

@@ -118,7 +118,7 @@ class RouterCall:
         if counts is None or self.prob_sum_E is None:
             return l_aux
         l_aux = torch.dot(self.router.balancer.balance.slope(counts), self.prob_sum_E)
-        self.router.balancer.watch_gradient(l_aux)
+        self.router.balancer.complaints.watch_gradient(l_aux)
         if counts.micro_step.used_L is not None and not _compat.in_backward():
             counts.micro_step.used_L[counts.layer] += l_aux.detach()
         return l_aux
@@ -188,7 +188,9 @@ class Router:
             counts_E = count(torch.ones(num_tokens, dtype=torch.bool, device=probs_TE.device))
         else:
             counts_E = routed_counts_E
-        if not in_backward:
+        if balancer.counting is not None and balancer.micro_step is not None:
+            balancer.counting.add(balancer.micro_step, layer=self.layer.index, counts_E=counts_E)
+        elif not in_backward:
             record = CallRecord(prob_sum_E, num_tokens, masks, scale=self._gradient_scale())
             if balancer.micro_step is not None:
                 self._count(record, balancer.micro_step, probs_TE, valid_mask_T, counts_E)

@@ -133,7 +133,8 @@ def balance(
     Args:
         estimate: 'running' (counts of micro-steps 1..m), 'boundary' (counts of ``previous``, the
             last complete window; None yet: as 'running'), 'carry' (G times micro-steps 1..m and
-            G - m times ``previous``; likewise) or 'micro_batch' (own counts and mean).
+            G - m times ``previous``; likewise), 'exact' (counts of this whole window) or
+            'micro_batch' (own counts and mean).
         groups: the ranks that share counts, a partition; None = all ranks are one group.
         coeff: factor on the loss, applied to the gradients and not to ``shares`` and ``losses``.
         gas: G where the window is shorter or longer; matters to 'carry' only.
@@ -175,9 +176,10 @@ def balance(
                 ]
                 tokens = sum(sum(counts[m][rank]) for rank in group) / window.top_k
                 numerator = float(len(group))
-            elif estimate == "boundary":
-                assert previous is not None
-                before = window_counts(previous)
+            elif estimate in ("boundary", "exact"):
+                whole = window if estimate == "exact" else previous
+                assert whole is not None
+                before = window_counts(whole)
                 seen = add(*[before[rank] for rank in group])
                 tokens = sum(seen) / window.top_k
                 numerator = float(len(group) * num_steps)

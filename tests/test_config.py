@@ -71,7 +71,6 @@ def test_every_wrong_key_is_named_at_once():
     "section",
     [
         {"scope": "sequence"},
-        {"estimate": "exact"},
         {"micro_batch_weight": 0.01},
         {"z_loss_coeff": 0.001},
         {"bias_update_rate": 0.001},

@@ -4,8 +4,9 @@ import tempfile
 from dataclasses import replace
 
 import pytest
+import torch
 
-from engine_grid import BASE
+from engine_grid import BASE, Batch, make_model, used_token
 from ranks import run_ranks
 from window_runs import Script, batches, of_run, wrong
 
@@ -39,10 +40,195 @@ def test_carry_in_full_short_and_long_windows_and_after_a_resume():
     both = [CARRY, replace(CARRY, mechanism="injection")]
     with tempfile.TemporaryDirectory() as folder:
         runs = [(replace(cell, tokens="masked", zero_stage=2), (3, 3), None, "") for cell in both]
-        runs += [(replace(cell, ep_size=1, top_k=4), (2, 3, 4, 3), None, "") for cell in both]
+        runs += [(replace(cell, top_k=4), (2, 3, 4, 3), None, "") for cell in both]
         runs += [(cell, (3, 3, 3), 2, f"{folder}/{cell.mechanism}") for cell in both]
-        recomputed = [replace(both[0], checkpointing="reentrant"), both[1]]
-        runs += [(replace(cell, top_k=1), (3, 3), None, "") for cell in recomputed]
+        runs += [(replace(CARRY, checkpointing="reentrant", top_k=1), (3, 3), None, "")]
         results = run_ranks(_check_windows, 2, runs, timeout_s=180)
     for index, run in enumerate(runs):
         assert wrong(run[0], of_run(results, index)) == [], str(run)
+
+
+# ------------------------------------------------------------------------------------------------
+# exact
+
+NUM_PLACES = 4
+
+
+def _check_exact(cells, wholes):
+    return [_train_exact(cell) for cell in cells] + [_train_whole(cell) for cell in wholes]
+
+
+def _train_exact(cell, **model_arguments):
+    """Two windows through `window(...)`; the same global batch however it is cut."""
+    script = _exact_script(cell, **model_arguments)
+    records = []
+    for window in range(2):
+        window_batches = batches(cell, window=window, num=cell.gradient_accumulation_steps)
+        records.append(script.window(_counted(script, window_batches)))
+    script.finish()
+    return records
+
+
+def _exact_script(cell, **model_arguments):
+    # What is dropped depends on the cut, and with it the second layer's input.
+    return Script(cell, model=make_model(cell, drop_tokens=False, **model_arguments))
+
+
+def _counted(script, window_batches):
+    """The batches as `window(...)` yields them, after its counting pass."""
+
+    def forward(batch):
+        mask = used_token(batch)
+        script.engine(batch.x, mask)
+
+    with script.recorder.paused():
+        yielded = list(script.engine.load_balancer.window(iter(window_batches), forward))
+    assert [batch is other for batch, other in zip(yielded, window_batches, strict=True)]
+    return yielded
+
+
+def _train_whole(cell):
+    """One process and one micro-step with the batches of all places."""
+    script = _exact_script(cell)
+    records = []
+    for window in range(2):
+        places = replace(cell, gradient_accumulation_steps=NUM_PLACES)
+        parts = batches(places, window=window, num=NUM_PLACES)
+        masks = [part.valid_mask for part in parts]
+        whole = Batch(
+            torch.cat([part.x for part in parts]),
+            torch.cat([part.y for part in parts]),
+            None if masks[0] is None else torch.cat(masks),
+        )
+        records.append(script.window(_counted(script, [whole])))
+    script.finish()
+    return records
+
+
+def test_exact_does_not_depend_on_the_cut_and_is_one_process_on_the_whole_batch():
+    kinds = [
+        {"mechanism": "l_aux", "tokens": "masked", "checkpointing": "reentrant"},
+        {"mechanism": "injection", "top_k": 4, "checkpointing": "non_reentrant", "zero_stage": 2},
+    ]
+    results = {}
+    for world_size in (1, 2, 4):
+        cells = [
+            replace(
+                BASE,
+                estimate="exact",
+                world_size=world_size,
+                gradient_accumulation_steps=NUM_PLACES // world_size,
+                **kind,
+            )
+            for kind in kinds
+        ]
+        # One micro-step with all: a window of one process.
+        wholes = [replace(cell, gradient_accumulation_steps=1) for cell in cells]
+        wholes = wholes if world_size == 1 else []
+        ran = run_ranks(_check_exact, world_size, cells, wholes, timeout_s=120)
+        for index, cell in enumerate([*cells, *wholes]):
+            per_rank = of_run(ran, index)
+            assert wrong(cell, per_rank) == [], str(cell)
+            kind, cut = index % len(kinds), (world_size, cell.gradient_accumulation_steps)
+            results[kind, cut] = [record.grads for record in per_rank[0]]
+    for (kind, cut), grads in results.items():
+        torch.testing.assert_close(grads, results[kind, (1, 1)], rtol=1e-5, atol=1e-7, msg=str(cut))
+
+
+def _check_misuse():
+    """What becomes of a loop that is left, of wrong numbers, and of no loop at all."""
+    cell = replace(BASE, estimate="exact", mechanism="injection")
+    script = _exact_script(cell)
+    balancer = script.engine.load_balancer
+    said = {}
+
+    def attempt(name, function):
+        with pytest.raises((RuntimeError, ValueError)) as caught, script.recorder.paused():
+            function()
+        said[name] = f"{caught.type.__name__}: {caught.value}"
+
+    two, three = (batches(cell, window=0, num=number) for number in (2, 3))
+    script.l_aux = []
+    attempt("no loop", lambda: script.forward(two[0]))
+    attempt("too many", lambda: balancer.window(three, script.forward))
+    attempt("too few", lambda: balancer.window(iter(two[:1]), script.forward))
+    attempt("no forward", lambda: balancer.window(two, lambda batch: None))
+    attempt(
+        "two forwards",
+        lambda: balancer.window(two, lambda b: (script.forward(b), script.forward(b))),
+    )
+    script.engine.eval()
+    attempt("evaluation", lambda: balancer.window(two, script.forward))
+    script.engine.train()
+    # A longer iterator keeps what it has beyond G.
+    longer = iter(three)
+    with script.recorder.paused():
+        yielded = list(balancer.window(longer, script.forward))
+    assert all(a is b for a, b in zip(yielded, three, strict=False)) and len(yielded) == 2
+    assert list(longer) == three[2:]
+    records = [script.window(two)]
+    # The loop is left after one micro-step: f stays for the rest of the window.
+    second = batches(cell, window=1, num=2)
+    with script.recorder.paused():
+        for _ in balancer.window(second, script.forward):
+            break
+
+    def between(micro_step):
+        if micro_step == 1:
+            attempt("inside", lambda: balancer.window(second, script.forward))
+            with torch.no_grad(), script.recorder.paused():  # an evaluation does not count
+                script.engine.eval()
+                script.engine(second[0].x)
+                script.engine.train()
+
+    records.append(script.window(second, between=between))
+    attempt("no loop again", lambda: script.forward(two[0]))
+    script.finish()
+    return records, said
+
+
+def test_exact_says_what_is_wrong_and_takes_a_loop_that_was_left():
+    results = run_ranks(_check_misuse, 2, timeout_s=60)
+    cell = replace(BASE, estimate="exact", mechanism="injection")
+    assert wrong(cell, of_run(results, 0)) == []
+    for _, said in results:
+        assert said["no loop"].startswith("RuntimeError: moe_load_balancing.estimate: 'exact'")
+        assert "engine.load_balancer.window(batches, forward)" in said["no loop"]
+        assert said["no loop again"] == said["no loop"]
+        assert "got 3 batches, expected gradient_accumulation_steps = 2" in said["too many"]
+        assert "got 1 batches, expected gradient_accumulation_steps = 2" in said["too few"]
+        assert "ran the engine 0 times for batch 1" in said["no forward"]
+        assert "ran the engine 2 times for batch 1" in said["two forwards"]
+        assert "evaluation mode" in said["evaluation"]
+        assert "called 1 micro-steps into an accumulation window" in said["inside"]
+
+
+def _check_noise(kinds):
+    """Per gate noise: is the random state restored, and what differs with it and with another."""
+    seen = []
+    for top_k, noise in kinds:
+        cell = replace(BASE, estimate="exact", top_k=top_k)
+        script = Script(cell, model=make_model(cell, drop_tokens=False, **noise))
+        balancer, script.l_aux = script.engine.load_balancer, []
+        window_batches = batches(cell, window=0, num=2)
+        differences = []
+        for seed in (None, 6):
+            before = torch.get_rng_state()
+            for number, batch in enumerate(balancer.window(window_batches, script.forward)):
+                if number == 0:
+                    is_restored = torch.equal(before, torch.get_rng_state())
+                    if seed is not None:
+                        torch.manual_seed(seed)
+                script.engine.backward(script.forward(batch))
+                differences.append(balancer.balance.recount_difference())
+                script.engine.step()
+        seen.append((is_restored, differences[1], differences[3]))
+        script.finish()
+    return seen
+
+
+def test_the_counting_pass_sees_the_noise_of_training():
+    kinds = [(1, {"noisy_gate_policy": "RSample"}), (2, {"top2_2nd_expert_sampling": True})]
+    for of_rank in run_ranks(_check_noise, 2, kinds, timeout_s=60):
+        for is_restored, same_noise, other_noise in of_rank:
+            assert is_restored and same_noise == 0.0 and other_noise > 0.0
