@@ -17,7 +17,8 @@ from ds_moe_lb.estimates import BalanceCounts
 from ds_moe_lb.monitor import BalanceMonitor
 from ds_moe_lb.policy import make_policy
 from ds_moe_lb.process_groups import CountGroup
-from ds_moe_lb.router import Masks, Router
+from ds_moe_lb.router import Router
+from ds_moe_lb.router_call import Masks
 from ds_moe_lb.sync import CountReducer, ModelPlace
 from ds_moe_lb.window import MicroStep, Window
 
@@ -76,7 +77,6 @@ class LoadBalancer:
             config.monitor,
             place=place,
             count_group=report_group,
-            used=self._used_loss(),
         )
         self._routers: Sequence[Router] = ()
         self._uninstall: Callable[[], None] = _nothing
@@ -278,16 +278,9 @@ class LoadBalancer:
         self._first_step: int = self.engine.global_steps
         self._first_skipped: int = self.engine.skipped_steps
         self.balance.start_window(gas=self.engine.gradient_accumulation_steps(), policy=self.policy)
-        self.monitor.begin_window(next_step=self._first_step + 1)
+        self.monitor.begin_window(next_step=self._first_step + 1, uses_loss=self.policy.uses_loss)
         for router in self._routers:
             router.forget_all()
-
-    def _used_loss(self) -> str | None:
-        if not self.policy.uses_loss:
-            return None
-        if self.config.scope == "micro_batch" and self.policy.injects:
-            return "micro_batch"
-        return "own"
 
 
 def _nothing() -> None:

@@ -21,10 +21,8 @@ Detail = Literal["model", "layer", "expert"]
 Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 # Values that the section knows but this version does not run: refused, never ignored.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "scope": ("sequence",),
-}
-_NOT_YET_NON_DEFAULT = ("micro_batch_weight", "z_loss_coeff", "bias_update_rate", "schedule")
+_NOT_YET: dict[str, tuple[Any, ...]] = {}
+_NOT_YET_NON_DEFAULT = ("bias_update_rate", "schedule")
 
 # Values in messages: one line, and no more of it than helps.
 _brief = reprlib.Repr()
@@ -195,6 +193,18 @@ def _refuse_not_yet(config: LoadBalancingConfig) -> None:
 
 
 def _refuse_contradictions(config: LoadBalancingConfig) -> None:
+    if config.micro_batch_weight and config.scope != "global_batch":
+        raise ValueError(
+            f"{SECTION}.micro_batch_weight: got {config.micro_batch_weight!r}, which adds a share "
+            f"of the micro-batch loss to the global-batch loss; with scope {config.scope!r} leave "
+            f"it out"
+        )
+    if config.z_loss_coeff and (config.aux_loss_coeff is None or config.scope == "none"):
+        raise ValueError(
+            f"{SECTION}.z_loss_coeff: got {config.z_loss_coeff!r}, which needs the plugin to add "
+            f"the gradient: a number in aux_loss_coeff (0 for the z-loss alone; got "
+            f"{config.aux_loss_coeff!r}) and a scope other than 'none' (got {config.scope!r})"
+        )
     if config.scope == "none" and config.aux_loss_coeff:
         raise ValueError(
             f"{SECTION}: scope 'none' only measures, so aux_loss_coeff must be null or 0, "

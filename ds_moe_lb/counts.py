@@ -128,6 +128,39 @@ class CountLayout:
         return (counts_F.double() * scale_L[self.layer_of_expert_F]).float()
 
 
+def count_selections(
+    selected_TK: Tensor,
+    *,
+    num_experts: int,
+    valid_mask_T: Tensor | None = None,
+    num_rows: int | None = None,
+) -> Tensor:
+    """How often each expert was selected; no loop, and nothing waits for the device.
+
+    Args:
+        selected_TK: ``(T, K)`` int64 experts of each token.
+        num_experts: E.
+        valid_mask_T: ``(T,)`` bool, True = the token counts; None = all do.
+        num_rows: B, to count in each of B sequences of equal length.
+
+    Returns:
+        ``(E,)``, or ``(B, E)`` with rows; int64.
+    """
+    at_TK = selected_TK
+    if num_rows is not None:
+        row_T = torch.arange(len(selected_TK), device=selected_TK.device)
+        row_T = row_T // max(len(selected_TK) // max(num_rows, 1), 1)
+        at_TK = selected_TK + num_experts * row_T.unsqueeze(1)
+    weight_TK = torch.ones_like(at_TK)
+    if valid_mask_T is not None:
+        weight_TK = valid_mask_T.to(torch.int64).unsqueeze(1).expand_as(at_TK)
+    counts = torch.zeros(
+        (num_rows or 1) * num_experts, dtype=torch.int64, device=selected_TK.device
+    )
+    counts.scatter_add_(0, at_TK.reshape(-1), weight_TK.reshape(-1))
+    return counts if num_rows is None else counts.view(num_rows, num_experts)
+
+
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of a few numbers, without waiting for what the device has yet to do."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

@@ -56,6 +56,21 @@ def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
             ) from error
 
 
+def refuse_terms(engine: Any, sites: Sequence[RouterSite], config: LoadBalancingConfig) -> None:
+    """Refuse terms that these routers, or this layout of ranks, cannot have."""
+    if config.scope == "sequence" and engine.sequence_parallel_size > 1:
+        raise ValueError(
+            f"{SECTION}.scope: got 'sequence', but with sequence parallelism no rank has a whole "
+            f"sequence; use 'global_batch' or 'micro_batch'"
+        )
+    without = [site.name for site in sites if not site.has_logits]
+    if config.z_loss_coeff and without:
+        raise ValueError(
+            f"{SECTION}.z_loss_coeff: got {config.z_loss_coeff!r}, but the router of layer "
+            f"{without[0]!r} gives probabilities and no logits; set it to 0"
+        )
+
+
 def find_sites(model: torch.nn.Module) -> list[RouterSite]:
     """The routers that can be balanced, in the model's order; a pipeline stage may have none.
 

@@ -13,50 +13,28 @@ Shape legend: L MoE layers on this rank, E experts of one layer, F = sum of E ov
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_moe_lb import loss
+from ds_moe_lb import loss, saved_window
+from ds_moe_lb.call_counts import CallCounts
 from ds_moe_lb.counts import CountLayout, position
 from ds_moe_lb.policy import Policy
 from ds_moe_lb.sync import (
     CountReducer,
     ModelPlace,
-    PendingCounts,
     PositionCheck,
     check_positions,
 )
 from ds_moe_lb.whole_window import Arrival, WholeWindow
-from ds_moe_lb.window import Carried, CompleteWindow, MicroStep, Window
+from ds_moe_lb.window import Carried, MicroStep, Window
 
 _STATE_VERSION = 1
 # A window that never ends (forwards without a step) must not pile up what is checked at its end.
 _MAX_UNCHECKED = 4096
 _MAX_UNSETTLED = 64
-
-
-@dataclass(eq=False)
-class CallCounts:
-    """The counts of one call of one layer, and the finished slope once it was needed.
-
-    Attributes:
-        layer: index of the layer.
-        micro_step: the forward it belongs to.
-        counts_E: local counts over valid tokens, int64.
-        whole: the complete window that f is taken from; None = this window so far.
-        pending: the call's own reduction, where it has one, with its position.
-        slope_E: ``w E f``, fp32.
-    """
-
-    layer: int
-    micro_step: MicroStep
-    counts_E: Tensor
-    whole: WholeWindow | None = None
-    pending: tuple[PendingCounts, int] | None = None
-    slope_E: Tensor | None = None
 
 
 class BalanceCounts:
@@ -134,10 +112,11 @@ class BalanceCounts:
             return None
         return Carried(self.previous.wait(), self._gas)
 
-    def add_call(self, micro_step: MicroStep, counts_E: Tensor, *, layer: int) -> CallCounts:
+    def add_call(self, micro_step: MicroStep, counts: Tensor, *, layer: int) -> CallCounts:
         """Count one call of one layer; launches its own reduction where it has one."""
+        counts_E = counts if counts.dim() == 1 else counts.sum(dim=0)
         self.window.add(micro_step, layer=layer, counts_E=counts_E)
-        call = CallCounts(layer, micro_step, counts_E, whole=self._whole)
+        call = CallCounts(layer, micro_step, counts, whole=self._whole)
         if self.policy.reduction == "at_gate" and call.whole is None:
             x = position(
                 micro_step=micro_step.index,
@@ -165,10 +144,21 @@ class BalanceCounts:
             self._note_used(micro_step, self._whole_slopes(whole))
 
     def slope(self, call: CallCounts) -> Tensor:
-        """``w E f`` of a counted call, ``(E,)`` fp32; awaits the counts that it depends on."""
-        if call.slope_E is None:
-            call.slope_E = self._make_slope(call)
-        return call.slope_E
+        """``w E f`` of a counted call, fp32; awaits the counts that it depends on."""
+        if call.slope is None:
+            call.slope = self._make_slope(call)
+            if self.policy.config.z_loss_coeff:
+                # f sums to 1
+                call.token_weight = call.slope.sum(dim=-1) / call.slope.shape[-1]
+            if self.policy.micro_batch_weight:
+                call.slope = call.slope + self.local_slope(call)
+        return call.slope
+
+    def local_slope(self, call: CallCounts) -> Tensor:
+        """The part of the slope that is made of the call's own counts."""
+        slope = loss.local_slope(call.counts, top_k=self.layout.layers[call.layer].top_k)
+        weight = self.policy.micro_batch_weight
+        return weight * slope if weight else slope
 
     def close_window(self, *, applied: bool) -> None:
         """The optimizer has stepped: settle this window and keep it where the estimate needs it.
@@ -217,7 +207,7 @@ class BalanceCounts:
         layer = self.layout.layers[call.layer]
         where = self.layout.count_slices[call.layer]
         if self.policy.reduction == "none":
-            return loss.local_slope(call.counts_E, top_k=layer.top_k)
+            return self.local_slope(call)
         if call.whole is not None:
             return self._whole_slopes(call.whole)[where]
         if call.pending is not None:
@@ -272,16 +262,11 @@ class BalanceCounts:
         """
         state: dict[str, Any] = {
             "version": _STATE_VERSION,
-            "layers": _signature(self._place.layout),
+            "layers": saved_window.signature(self._place.layout),
             "micro_steps_begun": self.window.num_micro_steps,
         }
         if self.previous is not None and self._saves_state:
-            window, place = self.previous.wait(), self._place
-            fullness_L = torch.tensor(window.fullness, dtype=torch.float64)
-            fullness_L = place.gather(place.embed_layers(fullness_L.to(self.layout.device)))
-            state["previous_counts"] = place.gather(place.embed_counts(window.counts_F)).cpu()
-            state["previous_fullness"] = fullness_L.tolist()
-            state["previous_micro_steps"] = window.num_micro_steps
+            state |= saved_window.pack(self.previous.wait(), self._place)
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> str | None:
@@ -294,17 +279,18 @@ class BalanceCounts:
         self._checks.clear()
         if state is None:
             return None
-        if state["version"] != _STATE_VERSION or state["layers"] != _signature(self._place.layout):
+        if state["version"] != _STATE_VERSION or state["layers"] != saved_window.signature(
+            self._place.layout
+        ):
             return (
                 "the checkpoint's balancing state belongs to another model and was left alone; the "
                 "first window uses estimate 'running'"
             )
-        if "previous_counts" in state and self._keeps_previous and self._saves_state:
-            counts_F = state["previous_counts"][self._place.counts].to(self.layout.device)
-            fullness = state["previous_fullness"][self._place.layers]
-            # Not in checkpoints of 0.1.0 before `carry`, which had no use for it.
-            num_micro_steps = state.get("previous_micro_steps", self._gas)
-            self.previous = WholeWindow(CompleteWindow(counts_F, fullness, num_micro_steps))
+        if saved_window.is_in(state) and self._keeps_previous and self._saves_state:
+            window = saved_window.unpack(
+                state, self._place, device=self.layout.device, gas=self._gas
+            )
+            self.previous = WholeWindow(window)
         if state["micro_steps_begun"]:
             return (
                 f"the checkpoint was saved {state['micro_steps_begun']} micro-steps into an "
@@ -312,7 +298,3 @@ class BalanceCounts:
                 f"window begins"
             )
         return None
-
-
-def _signature(layout: CountLayout) -> list[tuple[str, int, int]]:
-    return [(layer.name, layer.num_experts, layer.top_k) for layer in layout.layers]

@@ -29,11 +29,14 @@ class _RoutingObserver:
 
     Attributes:
         probs_TE: softmax of the clean logits: after input jitter, before selection noise.
+        lse_T: logsumexp of the clean logits with its graph, where a z-loss needs it.
         choices_T: the first and second choice, each ``(T,)``, before capacity drops any; k <= 2.
     """
 
-    def __init__(self, top_k: int) -> None:
+    def __init__(self, top_k: int, *, wants_logits: bool) -> None:
         self._top_k = top_k
+        self._wants_logits = wants_logits
+        self.lse_T: Tensor | None = None
         self.probs_TE: Tensor | None = None
         self.choices_T: list[Tensor] = []
 
@@ -43,6 +46,19 @@ class _RoutingObserver:
 
     def __exit__(self, *exception: object) -> None:
         _observed.observer = None
+
+    def note_softmax(self, logits_TE: Tensor, probs_TE: Tensor) -> None:
+        """Take in the parent's first softmax."""
+        self.probs_TE = probs_TE
+        if probs_TE.dtype.itemsize >= 4 and not self._wants_logits:
+            return
+        with torch.autocast(logits_TE.device.type, enabled=False):
+            if probs_TE.dtype.itemsize < 4:  # under autocast; the loss is made in fp32
+                self.probs_TE = nn.functional.softmax(logits_TE.float(), dim=1)
+            if self._wants_logits:
+                # For k = 2 the parent adds its noise to these very logits afterwards.
+                clean_TE = logits_TE.clone() if self._top_k == 2 else logits_TE
+                self.lse_T = torch.logsumexp(clean_TE.float(), dim=1)
 
     def require(self) -> Tensor:
         """The probabilities; RuntimeError where the parent did not route as it is known to."""
@@ -54,16 +70,12 @@ class _RoutingObserver:
             )
         return self.probs_TE
 
-    def count(self, valid_mask_T: Tensor) -> Tensor:
-        """``(E,)`` int64: selections by valid tokens, before capacity drops any."""
+    def select(self) -> Tensor:
+        """``(T, K)`` int64: the experts of each token, before capacity drops any."""
         probs_TE = self.require()
-        choices_T = self.choices_T[: self._top_k]
         if self._top_k > 2:  # no noise there: the same operation on the same numbers
-            choices_T = list(torch.topk(probs_TE, k=self._top_k, dim=1)[1].unbind(dim=1))
-        counts_E = torch.zeros(probs_TE.shape[1], dtype=torch.int64, device=probs_TE.device)
-        for choice_T in choices_T:
-            counts_E.scatter_add_(0, choice_T, valid_mask_T.to(torch.int64))
-        return counts_E
+            return torch.topk(probs_TE, k=self._top_k, dim=1)[1]
+        return torch.stack(self.choices_T[: self._top_k], dim=1)
 
 
 class _ObservedFunctional:
@@ -92,10 +104,7 @@ class _ObservedFunctional:
         probs_TE = nn.functional.softmax(logits, *args, **kwargs)
         observer = self.observer
         if observer is not None and observer.probs_TE is None:
-            observer.probs_TE = probs_TE
-            if probs_TE.dtype.itemsize < 4:  # under autocast; the loss is made in fp32
-                with torch.autocast(logits.device.type, enabled=False):
-                    observer.probs_TE = nn.functional.softmax(logits.float(), *args, **kwargs)
+            observer.note_softmax(logits, probs_TE)
         return probs_TE
 
     def one_hot(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -139,14 +148,15 @@ class GlobalBatchTopKGate(TopKGate):
         if router is None:
             return super().forward(input, used_token, sparse_routes, use_tutel)
         self.__dict__.pop(_OPEN_CALL, None)
-        with _RoutingObserver(self.k) as seen:
+        with _RoutingObserver(self.k, wants_logits=router.wants_logits) as seen:
             outputs = list(super().forward(input, used_token, sparse_routes, use_tutel))
         probs_TE, routed_E = seen.require(), outputs[-1]
         call = router.open_call(
             probs_TE,
             routed_counts_E=routed_E,
             used_token=used_token,
-            count=seen.count,
+            select=seen.select,
+            lse_T=seen.lse_T,
         )
         scores_at = 5 if sparse_routes else 1
         outputs[scores_at] = call.inject_into(outputs[scores_at])
@@ -169,6 +179,7 @@ class NativeSite(RouterSite):
             # MoE keeps its MOELayer as `deepspeed_moe`; users know the layer by the MoE's name.
             name.removesuffix(".deepspeed_moe"),
             gate,
+            block=moe_layer,
             num_experts=gate.wg.weight.shape[0],
             top_k=gate.k,
             expert_group_name=moe_layer.ep_group_name,

@@ -17,7 +17,13 @@ from ds_moe_lb.balancer import LoadBalancer, remember
 from ds_moe_lb.coefficients import layer_coefficients
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
 from ds_moe_lb.counts import CountLayout, RouterLayer
-from ds_moe_lb.discovery import find_own_loss, find_sites, input_models, refuse_unsupported
+from ds_moe_lb.discovery import (
+    find_own_loss,
+    find_sites,
+    input_models,
+    refuse_terms,
+    refuse_unsupported,
+)
 from ds_moe_lb.process_groups import (
     CountGroup,
     GroupFactory,
@@ -108,6 +114,7 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
     warnings = _compat.check_host(engine)
     refuse_unsupported(engine, settings)
     sites = find_sites(engine.module)
+    refuse_terms(engine, sites, settings)
     own_loss = find_own_loss(engine.module)
     coefficients = layer_coefficients(settings, sites, own_loss)
     balancer = _build(engine, settings, sites, coefficients)
@@ -209,6 +216,8 @@ class _Installation:
         ]
         for site, router in zip(self._sites, routers, strict=True):
             site.attach(router)
+            if balancer.config.scope == "sequence":
+                self._handles.append(site.watch_sequences())
 
         def before_forward(module: torch.nn.Module, args: Any) -> None:
             balancer.before_forward(training=module.training)

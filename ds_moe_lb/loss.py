@@ -33,19 +33,27 @@ def expert_fraction(tokens_per_expert_E: Tensor, *, dtype: torch.dtype = torch.f
     return (tokens_per_expert_E.double() / total.double()).to(dtype)
 
 
-def prob_sum(probs_TE: Tensor, *, valid_mask_T: Tensor | None = None) -> Tensor:
+def prob_sum(
+    probs_TE: Tensor, *, valid_mask_T: Tensor | None = None, num_rows: int | None = None
+) -> Tensor:
     """Sum of router probabilities over this rank's valid tokens.
 
     Args:
         probs_TE: ``(T, E)`` router probabilities over all experts, local.
         valid_mask_T: ``(T,)`` bool, True = the token counts; None = all do.
+        num_rows: B, to sum over each of B sequences of equal length.
 
     Returns:
-        ``(E,)`` in fp32, or fp64 for fp64 input. Masked rows get an exactly zero gradient.
+        ``(E,)``, or ``(B, E)`` with rows; fp32, or fp64 for fp64 input. What is masked gets an
+        exactly zero gradient.
     """
     if valid_mask_T is not None:
         probs_TE = torch.where(valid_mask_T.unsqueeze(1), probs_TE, 0.0)
-    return probs_TE.sum(dim=0, dtype=torch.promote_types(probs_TE.dtype, torch.float32))
+    dtype = torch.promote_types(probs_TE.dtype, torch.float32)
+    if num_rows is None:
+        return probs_TE.sum(dim=0, dtype=dtype)
+    per_row = (num_rows, probs_TE.shape[0] // max(num_rows, 1), probs_TE.shape[1])
+    return probs_TE.reshape(per_row).sum(dim=1, dtype=dtype)
 
 
 def mean_prob(probs_TE: Tensor, *, valid_mask_T: Tensor | None = None) -> Tensor:
@@ -103,14 +111,31 @@ def balance_slope(tokens_per_expert_E: Tensor, *, token_weight: Tensor) -> Tenso
 
 def local_slope(counts_E: Tensor, *, top_k: int) -> Tensor:
     """``E f / N`` of this rank's micro-batch alone: the slope of the micro-batch loss, ``(E,)``
-    fp32.
+    fp32; with rows that of the sequences' own losses.
 
     Args:
-        counts_E: ``(E,)`` int64 local counts over valid tokens.
+        counts_E: ``(E,)`` int64 local counts over valid tokens; or ``(B, E)``.
         top_k: selections per token.
     """
+    if counts_E.dim() == 2:
+        return sequence_slopes(counts_E, top_k=top_k)
     num_tokens = counts_E.sum().double() / top_k
     return balance_slope(counts_E, token_weight=token_weight(num_tokens, numerator=1))
+
+
+def sequence_slopes(counts_BE: Tensor, *, top_k: int) -> Tensor:
+    """``E f / (R N)`` of each sequence alone, ``(B, E)`` fp32: the slopes of the mean loss of those
+    R sequences that have a valid token.
+
+    Args:
+        counts_BE: ``(B, E)`` int64 local counts over valid tokens.
+        top_k: selections per token.
+    """
+    selections_B1 = counts_BE.sum(dim=1, keepdim=True).double()
+    num_rows = (selections_B1 > 0).sum().clamp(min=1)
+    weight_B1 = token_weight(selections_B1 / top_k * num_rows, numerator=1)
+    fraction_BE = counts_BE.double() / selections_B1.clamp(min=1)
+    return (counts_BE.shape[1] * weight_B1 * fraction_BE).float()
 
 
 def token_weight(num_tokens: Tensor, *, numerator: float | Tensor) -> Tensor:

@@ -33,8 +33,6 @@ class BalanceMonitor:
         place: where they stand among the layers of all pipeline stages, which are reported.
         config: `moe_load_balancing.monitor`.
         count_group: all data-parallel ranks.
-        used: what `lbl_used` is: "own" where the balancing terms are summed as they are made,
-            "micro_batch" where they are the micro-batch loss, None where no loss is used.
     """
 
     def __init__(
@@ -44,20 +42,25 @@ class BalanceMonitor:
         *,
         place: ModelPlace,
         count_group: CountGroup,
-        used: str | None,
     ) -> None:
         self._layout = layout
         self._place = place
         self._config = config
         self._count_group = count_group
-        self._used = used
+        self._uses_loss = False
         self._num_reports = 0
         self._sums: _ReportSums | None = None
         self.last_report: dict[str, float] = {}
         self.last_load_F: Tensor | None = None
 
-    def begin_window(self, *, next_step: int) -> None:
-        """A window begins that optimizer step number `next_step` will end."""
+    def begin_window(self, *, next_step: int, uses_loss: bool) -> None:
+        """A window begins that optimizer step number `next_step` will end.
+
+        Args:
+            next_step: number of the step.
+            uses_loss: a loss of ours has an effect in it, so there is a `lbl_used`.
+        """
+        self._uses_loss = uses_loss
         due = self._config.enabled and next_step % self._config.interval == 0
         self._sums = _ReportSums(self._layout) if due else None
 
@@ -97,10 +100,8 @@ class BalanceMonitor:
         per_layer["lbl_micro_batch"] = lbl_L / number_L
         per_layer["max_violation_micro_batch"] = violation_L / number_L
         weight = self._count_group.num_ranks * max(window.num_micro_steps, 1)
-        if self._used == "own":
+        if self._uses_loss:
             per_layer["lbl_used"] = used_L / weight
-        elif self._used == "micro_batch":
-            per_layer["lbl_used"] = lbl_L / weight
         self.last_load_F = load_F
         self.last_report = self._flatten(per_layer)
         self._num_reports += 1

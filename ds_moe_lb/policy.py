@@ -29,7 +29,17 @@ class Policy:
     @property
     def injects(self) -> bool:
         """The plugin itself adds a gradient."""
-        return self.adds_loss
+        return self.adds_loss or bool(self.coefficients is not None and self.config.z_loss_coeff)
+
+    @property
+    def micro_batch_weight(self) -> float:
+        """Of the hybrid's second part; 0 where there is no first."""
+        return self.config.micro_batch_weight if self.reduction != "none" else 0.0
+
+    @property
+    def adds_local_loss(self) -> bool:
+        """The plugin adds a loss, or a part of one, that is a micro-batch's or sequence's own."""
+        return self.adds_loss and (self.reduction == "none" or self.micro_batch_weight > 0)
 
     @property
     def replaces_l_aux(self) -> bool:
@@ -58,7 +68,7 @@ class Policy:
     @property
     def uses_loss(self) -> bool:
         """A loss of ours has an effect, so its value is worth a report."""
-        return self.offers_l_aux or self.injects
+        return self.offers_l_aux or self.adds_loss
 
 
 def make_policy(config: LoadBalancingConfig, coefficients: Sequence[float] | None) -> Policy:

@@ -1,127 +1,29 @@
-"""One MoE layer's side of the balancing: what a single call of its router counts, owes and
-remembers.
+"""One MoE layer's side of the balancing: its calls are counted, or recognised as recomputes.
 
 Shape legend: T tokens of this micro-batch on this rank, E experts of the layer.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ds_moe_lb import _compat, loss
-from ds_moe_lb.counts import RouterLayer
-from ds_moe_lb.estimates import CallCounts
-from ds_moe_lb.inject import inject
+from ds_moe_lb.counts import RouterLayer, count_selections
+from ds_moe_lb.router_call import CallRecord, Masks, RouterCall, num_rows_of
 from ds_moe_lb.sites import RouterSite
 from ds_moe_lb.window import MicroStep
 
 if TYPE_CHECKING:
     from ds_moe_lb.balancer import LoadBalancer
 
-Masks = tuple[tuple[str, Tensor], ...]
 
 # Forwards whose backward is still to come: one as a rule, a few in pipelines. A forward that is
 # never followed by a backward stays until the window ends, so the number is bounded.
 _MAX_RECORDS = 256
 _MAX_UNCOUNTED = 16
-
-
-@dataclass(eq=False)
-class CallRecord:
-    """What a call leaves for its backward and for its recompute; of the size of E.
-
-    Attributes:
-        prob_sum_E: sum of the probabilities of all tokens, fp32, no graph; recognises the
-            recompute.
-        num_tokens: T.
-        masks: masks of the forward, by name, kept because a recompute runs outside of it.
-        scale: from slope to gradient: coefficient, 1/G and loss scale.
-        counts: the counts it made, from which its slope follows; None if it was not counted.
-        seen_backward: backward has reached this call.
-        is_injected: its gradient was added.
-    """
-
-    prob_sum_E: Tensor
-    num_tokens: int
-    masks: Masks
-    scale: Tensor | float
-    counts: CallCounts | None = None
-    seen_backward: bool = False
-    is_injected: bool = False
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a backward may still come, for all that is known."""
-        has_ended = self.counts is None or self.counts.micro_step.has_ended
-        return has_ended and not self.seen_backward
-
-
-@dataclass(eq=False)
-class RouterCall:
-    """A call that is under way; lives until the MoE layer is done.
-
-    Attributes:
-        router: the layer's router.
-        record: None where nothing is counted: evaluation, no grad, outside the model's forward.
-        probs_TE: ``(T, E)`` router probabilities with their graph.
-        valid_mask_T: ``(T,)`` bool, None = all tokens count.
-        counts_E: counts of this very pass over valid tokens.
-    """
-
-    router: "Router"
-    record: CallRecord | None
-    probs_TE: Tensor
-    valid_mask_T: Tensor | None
-    counts_E: Tensor
-    prob_sum_E: Tensor | None = None
-
-    def inject_into(self, scores: Tensor) -> Tensor:
-        """Attach the balancing gradient to the scores where the plugin itself adds the loss."""
-        record, balancer = self.record, self.router.balancer
-        if record is None or not balancer.policy.injects or not self.router.is_trainable:
-            return scores
-        if not torch.is_grad_enabled():
-            return scores
-
-        def gradient() -> Tensor | None:
-            # A forward with several outputs may see several backward passes, each through here.
-            if record.is_injected or record.counts is None:
-                return None
-            record.is_injected = record.seen_backward = True
-            return balancer.balance.slope(record.counts) * record.scale
-
-        return inject(scores, self.probs_TE, gradient_E=gradient, valid_mask_T=self.valid_mask_T)
-
-    def loss_at_gate(self, parent_l_aux: Tensor) -> Tensor:
-        """What the gate returns as ``l_aux``: final, or a placeholder until :meth:`finish`."""
-        if not self.router.balancer.policy.replaces_l_aux:
-            return parent_l_aux
-        if self.router.balancer.policy.coefficients is not None:
-            return self.probs_TE.new_zeros((), dtype=torch.float32)
-        self.prob_sum_E = loss.prob_sum(self.probs_TE, valid_mask_T=self.valid_mask_T)
-        if self.record is None:
-            return torch.dot(
-                loss.local_slope(self.counts_E, top_k=self.router.layer.top_k), self.prob_sum_E
-            )
-        # The value needs the other ranks' counts, which arrive while dispatch and experts run.
-        # Made in the same place when recomputed: checkpointing matches saved tensors by their
-        # order.
-        return self.prob_sum_E.detach().new_zeros(())
-
-    def finish(self, l_aux: Tensor) -> Tensor:
-        """Await the counts and return this rank's balancing term ``sum_i w E f_i prob_sum_i``."""
-        counts = self.record.counts if self.record is not None else None
-        if counts is None or self.prob_sum_E is None:
-            return l_aux
-        l_aux = torch.dot(self.router.balancer.balance.slope(counts), self.prob_sum_E)
-        self.router.balancer.complaints.watch_gradient(l_aux)
-        if counts.micro_step.used_L is not None and not _compat.in_backward():
-            counts.micro_step.used_L[counts.layer] += l_aux.detach()
-        return l_aux
 
 
 class Router:
@@ -146,6 +48,14 @@ class Router:
         return self._site.is_trainable
 
     @property
+    def wants_logits(self) -> bool:
+        """Whether a z-loss will be added to the call that begins."""
+        policy = self.balancer.policy
+        if not policy.config.z_loss_coeff or self.is_idle or not torch.is_grad_enabled():
+            return False
+        return self.is_trainable
+
+    @property
     def is_native(self) -> bool:
         """Whether the layer hands an `l_aux` to the script."""
         return self._site.has_l_aux
@@ -164,7 +74,8 @@ class Router:
         *,
         routed_counts_E: Tensor,
         used_token: Tensor | None,
-        count: Callable[[Tensor], Tensor],
+        select: Callable[[], Tensor],
+        lse_T: Tensor | None = None,
     ) -> RouterCall:
         """Take in one pass through the router: count it, or recognise it as a recompute.
 
@@ -172,7 +83,8 @@ class Router:
             probs_TE: ``(T, E)`` router probabilities with their graph.
             routed_counts_E: ``(E,)`` int64 pre-drop counts as the host reports them.
             used_token: the host's mask, ``(T,)``, non-zero = counts.
-            count: from a ``(T,)`` valid mask to ``(E,)`` int64 counts of this pass.
+            select: gives the ``(T, K)`` int64 experts of each token in this pass, before drops.
+            lse_T: ``(T,)`` logsumexp of the clean logits with its graph, if :attr:`wants_logits`.
         """
         balancer, num_tokens = self.balancer, probs_TE.shape[0]
         in_backward = _compat.in_backward()
@@ -182,28 +94,54 @@ class Router:
         masks = record.masks if record else balancer.current_masks
         own_mask: Masks = () if used_token is None else (("used_token", used_token),)
         valid_mask_T = self._valid_mask(probs_TE, masks=own_mask + masks)
-        if valid_mask_T is not None:
-            counts_E = count(valid_mask_T)
-        elif used_token is not None:  # valid_tokens "all": the host has left the masked ones out
-            counts_E = count(torch.ones(num_tokens, dtype=torch.bool, device=probs_TE.device))
+        num_rows = self._num_sequences(num_tokens)
+        # With valid_tokens "all" the host's own counts leave the masked ones out.
+        if valid_mask_T is not None or used_token is not None or num_rows is not None:
+            counts = count_selections(
+                select(),
+                num_experts=self.layer.num_experts,
+                valid_mask_T=valid_mask_T,
+                num_rows=num_rows,
+            )
         else:
-            counts_E = routed_counts_E
+            counts = routed_counts_E
         if balancer.counting is not None and balancer.micro_step is not None:
-            balancer.counting.add(balancer.micro_step, layer=self.layer.index, counts_E=counts_E)
+            balancer.counting.add(balancer.micro_step, layer=self.layer.index, counts_E=counts)
         elif not in_backward:
-            record = CallRecord(prob_sum_E, num_tokens, masks, scale=self._gradient_scale())
+            record = CallRecord(prob_sum_E, num_tokens, masks, **self._gradient_scales())
             if balancer.micro_step is not None:
-                self._count(record, balancer.micro_step, probs_TE, valid_mask_T, counts_E)
+                self._count(record, balancer.micro_step, probs_TE, valid_mask_T, counts)
             elif balancer.may_recompute:
                 self._uncounted.append(record)
         is_counted = record is not None and record.counts is not None
-        return RouterCall(self, record if is_counted else None, probs_TE, valid_mask_T, counts_E)
+        return RouterCall(
+            self, record if is_counted else None, probs_TE, valid_mask_T, counts, lse_T
+        )
 
-    def _gradient_scale(self) -> Tensor | float:
-        policy = self.balancer.policy
+    def _num_sequences(self, num_tokens: int) -> int | None:
+        """B of the layer's ``(B, S, M)`` input where each sequence is balanced, else None."""
+        if self.balancer.policy.config.scope != "sequence":
+            return None
+        sequences = self._site.sequences
+        if sequences is None or sequences[0] * sequences[1] != num_tokens:
+            raise ValueError(
+                f"moe_load_balancing.scope: 'sequence' needs the (B, S, M) input of layer "
+                f"{self.layer.name!r}, but its router got {num_tokens} tokens and the input "
+                + ("was of another form" if sequences is None else f"had (B, S) = {sequences}")
+                + "; hand the layer whole sequences, or use scope 'micro_batch'"
+            )
+        return sequences[0]
+
+    def _gradient_scales(self) -> dict[str, Any]:
+        balancer, policy = self.balancer, self.balancer.policy
         if not policy.injects or policy.coefficients is None:
-            return 0.0
-        return self.balancer.gradient_scale * policy.coefficients[self.layer.index]
+            return {"scale": 0.0}
+        scale = balancer.gradient_scale
+        z_loss_coeff = policy.config.z_loss_coeff
+        return {
+            "scale": scale * policy.coefficients[self.layer.index],
+            "z_scale": scale * z_loss_coeff if z_loss_coeff else None,
+        }
 
     def _count(
         self,
@@ -211,15 +149,22 @@ class Router:
         micro_step: MicroStep,
         probs_TE: Tensor,
         valid_mask_T: Tensor | None,
-        counts_E: Tensor,
+        counts: Tensor,
     ) -> None:
-        layer = self.layer.index
-        record.counts = self.balancer.balance.add_call(micro_step, counts_E, layer=layer)
+        layer, balancer = self.layer.index, self.balancer
+        record.counts = balancer.balance.add_call(micro_step, counts, layer=layer)
         self._counted.append(record)
-        if micro_step.prob_sum_F is not None:
-            with torch.no_grad():
-                where = self.balancer.layout.count_slices[layer]
-                micro_step.prob_sum_F[where] += loss.prob_sum(probs_TE, valid_mask_T=valid_mask_T)
+        if micro_step.prob_sum_F is None or micro_step.used_L is None:
+            return
+        with torch.no_grad():
+            where = balancer.layout.count_slices[layer]
+            prob_sum = loss.prob_sum(
+                probs_TE, valid_mask_T=valid_mask_T, num_rows=num_rows_of(counts)
+            )
+            micro_step.prob_sum_F[where] += prob_sum if prob_sum.dim() == 1 else prob_sum.sum(dim=0)
+            if balancer.policy.adds_local_loss:
+                slope = balancer.balance.local_slope(record.counts)
+                micro_step.used_L[layer] += (slope * prob_sum).sum()
 
     def retire(self) -> None:
         """Forget the calls whose backward has run, and those of a forward that raised."""

@@ -18,6 +18,10 @@ ranks by D. f carries no gradient, and ``d p_te / d logit_ta = ([e = a] - p_te) 
     d share / d logit_ta = coeff * w * E * s'_ta / Z_t * (f_a - sum_e f_e p_te)  for valid t, else 0
     d share / d W_ai     = sum_t d share / d logit_ta * x_ti
     d share / d x_ti     = sum_a d share / d logit_ta * W_ai
+
+A hybrid adds ``micro_batch_weight`` times the same with the micro-batch's own f and 1 / N. A z-loss
+adds ``z_coeff * w * lse_t^2`` for each valid token, lse the log of the sum of exp(logit), whose
+derivative by logit_ta is ``2 z_coeff w lse_t softmax_ta``.
 """
 
 import math
@@ -127,14 +131,18 @@ def balance(
     groups: Sequence[Sequence[int]] | None = None,
     coeff: float = 1.0,
     gas: int | None = None,
+    micro_batch_weight: float = 0.0,
+    z_coeff: float = 0.0,
+    num_sequences: int = 1,
 ) -> Result:
     """Loss, counts and gradients of one layer over one window.
 
     Args:
         estimate: 'running' (counts of micro-steps 1..m), 'boundary' (counts of ``previous``, the
             last complete window; None yet: as 'running'), 'carry' (G times micro-steps 1..m and
-            G - m times ``previous``; likewise), 'exact' (counts of this whole window) or
-            'micro_batch' (own counts and mean).
+            G - m times ``previous``; likewise), 'exact' (counts of this whole window),
+            'micro_batch' (own counts and mean) or 'sequence' (own counts and mean of each of
+            ``num_sequences`` equal parts of the tokens, mean over those with a valid token).
         groups: the ranks that share counts, a partition; None = all ranks are one group.
         coeff: factor on the loss, applied to the gradients and not to ``shares`` and ``losses``.
         gas: G where the window is shorter or longer; matters to 'carry' only.
@@ -183,7 +191,7 @@ def balance(
                 seen = add(*[before[rank] for rank in group])
                 tokens = sum(seen) / window.top_k
                 numerator = float(len(group) * num_steps)
-            elif estimate == "micro_batch":
+            elif estimate in ("micro_batch", "sequence"):
                 seen = counts[m][r]
                 tokens = sum(seen) / window.top_k
                 numerator = 1.0
@@ -192,20 +200,35 @@ def balance(
             f = fraction(seen)
             w = numerator / tokens if tokens else 0.0
 
+            num_tokens = len(window.inputs[m][r])
+            terms = [[(f, w)] for _ in range(num_tokens)]  # for each token
+            if estimate == "sequence":
+                terms = _sequence_terms(window, m, r, num_sequences)
+            z_weights = [of_token[0][1] for of_token in terms]
+            own = sum(counts[m][r]) / window.top_k
+            if micro_batch_weight and own:
+                for of_token in terms:
+                    of_token.append((fraction(counts[m][r]), micro_batch_weight / own))
+
             share = 0.0
-            input_grads_mr = []
+            input_grads_mr: list[list[float]] = []
             for t, x in enumerate(window.inputs[m][r]):
                 if not window.valid[m][r][t]:
                     input_grads_mr.append([0.0] * len(x))
                     continue
                 logits = [_dot(row, x) + b for row, b in zip(window.weight, bias, strict=True)]
                 p, p_slope = probabilities(logits, window.score_function)
-                mean_f = _dot(f, p)
-                share += w * num_experts * mean_f
-                slope = [
-                    coeff * w * num_experts * p_slope[e] * (f[e] - mean_f)
-                    for e in range(num_experts)
-                ]
+                slope = [0.0] * num_experts
+                for f_t, w_t in terms[t]:
+                    mean_f = _dot(f_t, p)
+                    share += w_t * num_experts * mean_f
+                    for e in range(num_experts):
+                        slope[e] += coeff * w_t * num_experts * p_slope[e] * (f_t[e] - mean_f)
+                if z_coeff:
+                    top = max(logits)
+                    lse = top + math.log(math.fsum(math.exp(value - top) for value in logits))
+                    for e in range(num_experts):
+                        slope[e] += z_coeff * z_weights[t] * 2.0 * lse * math.exp(logits[e] - lse)
                 for e in range(num_experts):
                     bias_grad[e] += slope[e] / (num_ranks * num_steps)
                     for i in range(len(x)):
@@ -232,6 +255,25 @@ def balance(
         bias_grad=bias_grad,
         input_grads=input_grads,
     )
+
+
+def _sequence_terms(
+    window: Window, m: int, r: int, num_sequences: int
+) -> list[list[tuple[list[float], float]]]:
+    """For each token f and w of its sequence."""
+    selections, valid = window.selections[m][r], window.valid[m][r]
+    length = len(valid) // num_sequences
+    pieces = [range(b * length, (b + 1) * length) for b in range(num_sequences)]
+    number = sum(any(valid[t] for t in piece) for piece in pieces)
+    terms = []
+    for piece in pieces:
+        counts = count(
+            [selections[t] for t in piece], [valid[t] for t in piece], window.num_experts
+        )
+        tokens = sum(valid[t] for t in piece)
+        w = 1.0 / (number * tokens) if tokens else 0.0
+        terms += [[(fraction(counts), w)] for _ in piece]
+    return terms
 
 
 def _dot(a: Row, b: Row) -> float:

@@ -70,9 +70,6 @@ def test_every_wrong_key_is_named_at_once():
 @pytest.mark.parametrize(
     "section",
     [
-        {"scope": "sequence"},
-        {"micro_batch_weight": 0.01},
-        {"z_loss_coeff": 0.001},
         {"bias_update_rate": 0.001},
         {"schedule": [{"step": 10, "scope": "global_batch"}]},
     ],
@@ -88,6 +85,13 @@ def test_what_this_version_does_not_run_is_refused_and_never_ignored(section):
     [
         ({"scope": "none", "aux_loss_coeff": 0.1}, "scope 'none' only measures"),
         ({"scope": "micro_batch", "estimate": "boundary"}, "estimate: got 'boundary'.*leave it"),
+        ({"scope": "sequence", "estimate": "carry"}, "estimate: got 'carry'.*leave it"),
+        ({"scope": "micro_batch", "micro_batch_weight": 0.1}, "micro_batch_weight: got 0.1.*leave"),
+        ({"z_loss_coeff": 0.1}, r"z_loss_coeff: got 0.1.*aux_loss_coeff \(0 for.*got None\)"),
+        (
+            {"z_loss_coeff": 0.1, "aux_loss_coeff": 0.0, "scope": "none"},
+            r"z_loss_coeff: .*a scope other than 'none' \(got 'none'\)",
+        ),
         ({"scope": "none", "sync_group": "expert_parallel"}, "sync_group: got .*leave it out"),
     ],
 )

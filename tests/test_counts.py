@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ds_moe_lb.counts import CountLayout, RouterLayer, describe_position, position
+from ds_moe_lb.counts import CountLayout, RouterLayer, count_selections, describe_position, position
 from ds_moe_lb.sync import CountGroup, PositionCheck, check_positions
 from ds_moe_lb.window import Carried, CompleteWindow, Window
 
@@ -15,6 +15,17 @@ LAYERS = (RouterLayer(0, "a", 2, 1), RouterLayer(1, "b", 3, 2))
 @pytest.fixture
 def layout():
     return CountLayout(LAYERS, torch.device("cpu"))
+
+
+def test_selections_are_counted_per_sequence():
+    selected = torch.tensor([[0, 1], [0, 2], [1, 2], [2, 0]])
+    valid = torch.tensor([True, True, False, True])
+    assert count_selections(selected, num_experts=3).tolist() == [3, 2, 3]
+    assert count_selections(selected, num_experts=3, valid_mask_T=valid).tolist() == [3, 1, 2]
+    rows = count_selections(selected, num_experts=3, valid_mask_T=valid, num_rows=2)
+    assert rows.tolist() == [[2, 1, 1], [1, 0, 1]]
+    empty = count_selections(selected[:0], num_experts=3, num_rows=2)
+    assert empty.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_sums_and_maxima_per_layer(layout):

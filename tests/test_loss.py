@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 import reference
-from ds_moe_lb.loss import expert_fraction, load_balancing_loss, mean_prob, router_z_loss
+from ds_moe_lb.loss import (
+    expert_fraction,
+    load_balancing_loss,
+    local_slope,
+    mean_prob,
+    router_z_loss,
+)
 
 
 def _loss(counts: list[int], probs_TE: Tensor, valid_mask_T: Tensor | None = None) -> Tensor:
@@ -267,3 +273,14 @@ def test_no_token_and_no_mask_is_zero():
     assert _loss([0, 0, 0], logits.softmax(dim=1)).item() == 0.0
     assert router_z_loss(logits).item() == 0.0
     assert mean_prob(logits.softmax(dim=1)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_sequence_slopes_by_hand():
+    """E = 2, k = 1; three sequences of 4, 2 and no valid tokens: R = 2."""
+    counts = torch.tensor([[3, 1], [0, 2], [0, 0]])
+    # E f / (R N): 2 (3/4, 1/4) / 8; 2 (0, 1) / 4; nothing
+    expected = [[0.1875, 0.0625], [0.0, 0.5], [0.0, 0.0]]
+    assert local_slope(counts, top_k=1).tolist() == expected
+    # One sequence is the micro-batch.
+    one = torch.tensor([[5, 1]])
+    assert local_slope(one, top_k=2).tolist() == [local_slope(one[0], top_k=2).tolist()]

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine_grid import BASE, Batch, make_model, used_token
+import reference
+from engine_grid import BASE, SEQUENCES, Batch, make_model, used_token, windows_of
+from models import MODEL_DIM
 from ranks import run_ranks
 from window_runs import Script, batches, of_run, wrong
 
@@ -232,3 +234,120 @@ def test_the_counting_pass_sees_the_noise_of_training():
     for of_rank in run_ranks(_check_noise, 2, kinds, timeout_s=60):
         for is_restored, same_noise, other_noise in of_rank:
             assert is_restored and same_noise == 0.0 and other_noise > 0.0
+
+
+# ------------------------------------------------------------------------------------------------
+# hybrid, z-loss, sequence
+
+MASKED = replace(BASE, tokens="masked", zero_stage=2)
+INJECTED = replace(MASKED, mechanism="injection")
+HYBRID = {"micro_batch_weight": 0.3}
+Z_LOSS = {"z_loss_coeff": 0.2}
+SEQUENCE = {"scope": "sequence"}
+
+
+def _terms(section):
+    """The reference's arguments for a section."""
+    names = {
+        "scope": "estimate",
+        "z_loss_coeff": "z_coeff",
+        "micro_batch_weight": "micro_batch_weight",
+        "aux_loss_coeff": "coeff",
+    }
+    terms = {names[key]: value for key, value in section.items()}
+    return terms | {"num_sequences": SEQUENCES}
+
+
+def _check_terms(runs):
+    return [_train_terms(*run) for run in runs]
+
+
+def _train_terms(cell, section):
+    script = Script(cell, section=section)
+    records, values, used = [], [], []
+    for window in range(2):
+        records.append(script.window(batches(cell, window=window, num=2)))
+        values.append(script.l_aux)
+        report = script.engine.load_balancer.metrics()
+        used.append([report.get(f"lbl_used/layer_{layer:02d}") for layer in range(2)])
+    number = script.engine.load_balancer.balance.reducer.num_collectives
+    script.finish()
+    return records, values, used, number
+
+
+TERMS = [
+    (MASKED, HYBRID),
+    (replace(MASKED, estimate="boundary", checkpointing="reentrant"), HYBRID),
+    (INJECTED, HYBRID),
+    (replace(INJECTED, estimate="carry", checkpointing="non_reentrant"), HYBRID | Z_LOSS),
+    (replace(INJECTED, checkpointing="reentrant", top_k=4), Z_LOSS),
+    (replace(INJECTED, estimate="boundary", top_k=1), Z_LOSS | {"aux_loss_coeff": 0.0}),
+    (MASKED, SEQUENCE),
+    (replace(MASKED, checkpointing="reentrant", top_k=4), SEQUENCE),
+    (replace(INJECTED, checkpointing="non_reentrant"), SEQUENCE | Z_LOSS),
+    (replace(INJECTED, tokens="even"), {"scope": "micro_batch"} | Z_LOSS),
+]
+
+
+def test_hybrid_z_loss_and_sequence_equal_the_reference():
+    results = run_ranks(_check_terms, 2, TERMS, timeout_s=180)
+    for index, (cell, section) in enumerate(TERMS):
+        ran, terms = of_run(results, index), _terms(section)
+        per_rank = [records for records, *_ in ran]
+        assert wrong(cell, per_rank, **terms) == [], (str(cell), section)
+        _check_values(cell, per_rank, ran, terms)
+        if "scope" in section:
+            assert [number for *_, number in ran] == [0, 0]
+
+
+def _check_values(cell, per_rank, ran, terms):
+    """l_aux of every micro-step, and the reported mean of what was used."""
+    for layer in range(2):
+        previous = None
+        for number, window in enumerate(windows_of(per_rank, layer, cell.top_k)):
+            arguments = {"estimate": cell.estimate, "previous": previous} | terms
+            expected = reference.balance(window, **arguments)
+            previous = window
+            for rank, (_, values, used, _) in enumerate(ran):
+                if cell.mechanism == "l_aux":
+                    got = [of_step[layer] for of_step in values[number]]
+                    shares = [of_step[rank] for of_step in expected.shares]
+                    assert got == pytest.approx(shares, rel=1e-5, abs=1e-6)
+                if terms.get("coeff") == 0.0:
+                    assert used[number][layer] is None
+                else:
+                    mean = sum(expected.losses) / len(expected.losses)
+                    assert used[number][layer] == pytest.approx(mean, rel=1e-5)
+
+
+def _check_clean_logits():
+    """The gate's gradient of the z-loss alone, without and with noise on the second choice."""
+    grads = []
+    for samples in (False, True):
+        cell = replace(BASE, mechanism="injection", world_size=1)
+        model = make_model(cell, top2_2nd_expert_sampling=samples)
+        script = Script(cell, model=model, section=Z_LOSS | {"aux_loss_coeff": 0.0})
+        grads.append(script.window(batches(cell, window=0, num=2)).grads[:1])
+        script.finish()
+    return grads
+
+
+def test_z_loss_is_that_of_the_clean_logits():
+    """k = 2 samples its second expert by adding noise to the very logits."""
+    plain, sampled = run_ranks(_check_clean_logits, 1, timeout_s=60)[0]
+    assert plain[0].abs().max() > 1e-2
+    torch.testing.assert_close(sampled, plain, rtol=1e-6, atol=1e-8)
+
+
+def _check_flat_input():
+    """An MoE layer that is handed (T, M) has no sequences."""
+    script = Script(BASE, section=SEQUENCE)
+    with pytest.raises(ValueError) as caught:
+        script.engine(torch.randn(6, MODEL_DIM))
+    script.finish()
+    return str(caught.value)
+
+
+def test_sequences_that_cannot_be_told_are_an_error():
+    message = run_ranks(_check_flat_input, 1, timeout_s=60)[0]
+    assert "scope: 'sequence' needs the (B, S, M) input of layer 'blocks.0.moe'" in message

@@ -104,6 +104,32 @@ def test_carry_fills_up_with_the_previous_window():
     )
 
 
+def test_hybrid_adds_the_micro_batch_loss():
+    # running over both ranks: f = (1/2, 1/2): shares 1, no slope. Alone, f = (1, 0) and (0, 1):
+    # 2 * 3/4 for the token x = 1 of rank 0, and 1 for x = 0.
+    window = _window([[[ONE], [ZERO]]], [[[[0]], [[1]]]])
+    result = reference.balance(window, estimate="running", micro_batch_weight=0.5)
+    assert result.shares == [pytest.approx([1 + 0.75, 1 + 0.5], abs=1e-15)]
+    assert result.weight_grad[0][0] == pytest.approx(0.5 * 3 / 16, abs=1e-15)
+
+
+def test_z_loss_by_hand():
+    # One token with logits (ln 3, 0): lse = ln 4, d lse^2 / d logit_0 = 2 ln 4 * 3/4.
+    window = _window([[[ONE]]], [[[[0]]]])
+    result = reference.balance(window, estimate="micro_batch", coeff=0.0, z_coeff=0.1)
+    assert result.weight_grad[0][0] == pytest.approx(0.1 * 2 * math.log(4) * 3 / 4, abs=1e-15)
+
+
+def test_sequences_are_balanced_each():
+    # Three sequences of two tokens (the first with one valid, the last with none), all x = 1:
+    # f = (1, 0) and (0, 1): mean of 2 * 3/4 and 2 * 1/4.
+    selections = [[[[0], [1], [1], [1], [0], [0]]]]
+    valid = [[[True, False, True, True, False, False]]]
+    window = _window([[[ONE] * 6]], selections, valid)
+    result = reference.balance(window, estimate="sequence", num_sequences=3)
+    assert result.losses == pytest.approx([1.0], abs=1e-15)
+
+
 def test_boundary_weighs_by_the_tokens_of_the_previous_window():
     # Previous window: 4 tokens over 2 ranks x 1 step, N_prev = 4, w = D G / N_prev = 1/2.
     # This window: one token on rank 0 and two on rank 1 (all x = 1, expert 0 before): shares

@@ -16,7 +16,8 @@ from ds_moe_lb import _compat, installation
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.counts import CountLayout
 from ds_moe_lb.estimates import BalanceCounts
-from ds_moe_lb.router import Router, RouterCall
+from ds_moe_lb.router import Router
+from ds_moe_lb.router_call import RouterCall
 
 FAULTS: dict[str, Callable[[], Any]] = {}
 

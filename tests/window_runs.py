@@ -53,6 +53,7 @@ class Script:
     Args:
         model: a TinyMoE; by default the cell's.
         prepare: called with the model before the gates are recorded.
+        section: further keys of our section.
         unscales: take the optimizer's loss scale out of the gradients.
         extra: further entries of the DeepSpeed JSON.
     """
@@ -64,6 +65,7 @@ class Script:
         model: TinyMoE | None = None,
         prepare: Callable[[TinyMoE], None] = lambda model: None,
         lr: float = LEARNING_RATE,
+        section: dict[str, Any] | None = None,
         unscales: bool = False,
         **extra: Any,
     ) -> None:
@@ -73,7 +75,7 @@ class Script:
         self.engine = ds_moe_lb.initialize(
             model=self.model,
             optimizer=torch.optim.SGD(moe_param_groups(self.model), lr=lr),
-            config=ds_config(cell, section_of(cell)) | extra,
+            config=ds_config(cell, section_of(cell) | (section or {})) | extra,
         )[0]
         prepare(self.model)
         self.recorder = GateRecorder(self.model.gates())
@@ -175,6 +177,7 @@ def wrong(
     discarded: Sequence[int] = (),
     tolerance: float = 0.0,
     without_column: int | None = None,
+    **terms: Any,
 ) -> list[str]:
     """Everything in which the engine differs from the reference; empty where they agree.
 
@@ -183,6 +186,7 @@ def wrong(
             divides.
         discarded: windows that leave nothing behind and are not compared.
         tolerance: of half-precision runs, relative to the largest gradient.
+        terms: further arguments of the reference.
         without_column: a feature whose column of the gate's gradient is not compared.
     """
     factor = factor or configured_gas(cell.gradient_accumulation_steps)
@@ -193,13 +197,13 @@ def wrong(
             if number in discarded:
                 continue
             before = previous if cell.estimate == "boundary" else None
-            expected = reference.balance(
-                window,
-                estimate=cell.estimate,
-                previous=previous,
-                coeff=COEFF,
-                gas=cell.gradient_accumulation_steps,
-            )
+            arguments = {
+                "estimate": cell.estimate,
+                "previous": previous,
+                "coeff": COEFF,
+                "gas": cell.gradient_accumulation_steps,
+            }
+            expected = reference.balance(window, **(arguments | terms))
             scale = factor(layer, number, window, before)
             previous = window
             for rank, records in enumerate(per_rank):

@@ -81,6 +81,7 @@ class AutoEPSite(RouterSite):
         super().__init__(
             name,
             router,
+            block=moe_layer,
             num_experts=router.num_experts,
             top_k=router.top_k,
             expert_group_name=moe_layer.ep_group_name,

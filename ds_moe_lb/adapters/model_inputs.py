@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.config import SECTION
-from ds_moe_lb.router import Masks
+from ds_moe_lb.router_call import Masks
 
 _IGNORED_LABEL = -100  # of torch.nn.functional.cross_entropy and of transformers
 # Additive masks hold 0 where a key is attended, and something from -1e4 down to -inf elsewhere.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_lb import loss
+from ds_moe_lb.counts import count_selections
 
 if TYPE_CHECKING:
     from ds_moe_lb.router import Router
@@ -44,19 +45,18 @@ def observe(
             f"k={layer.top_k} when the plugin was installed; install it after changing the model"
         )
 
-    def count(valid_mask_T: Tensor) -> Tensor:
-        weight_TK = valid_mask_T.to(torch.int64).unsqueeze(1).expand_as(selected_TK)
-        return _count(selected_TK, weight_TK, num_experts=layer.num_experts)
-
     with torch.no_grad():
-        routed_E = _count(selected_TK, torch.ones_like(selected_TK), num_experts=layer.num_experts)
+        routed_E = count_selections(selected_TK, num_experts=layer.num_experts)
     with torch.autocast(logits_TE.device.type, enabled=False):
         probs_TE = loss.router_probs(logits_TE, score_function=score_function)
-        call = router.open_call(probs_TE, routed_counts_E=routed_E, used_token=None, count=count)
+        lse_T = None
+        if router.wants_logits:
+            lse_T = torch.logsumexp(logits_TE.to(probs_TE.dtype), dim=1)
+        call = router.open_call(
+            probs_TE,
+            routed_counts_E=routed_E,
+            used_token=None,
+            select=lambda: selected_TK,
+            lse_T=lse_T,
+        )
         return call.inject_into(scores)
-
-
-def _count(selected_TK: Tensor, weight_TK: Tensor, *, num_experts: int) -> Tensor:
-    """``(E,)`` int64; a sum of ones, for `bincount` would wait for the device."""
-    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=selected_TK.device)
-    return counts_E.scatter_add_(0, selected_TK.reshape(-1), weight_TK.reshape(-1))

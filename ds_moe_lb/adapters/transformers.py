@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 class TransformersSite(RouterSite):
     """A router module of a transformers model, observed by a forward hook."""
 
-    def __init__(self, name: str, module: nn.Module, facts: RouterFacts) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, facts: RouterFacts, *, block: nn.Module
+    ) -> None:
         super().__init__(
             name,
             module,
+            block=block,
             num_experts=facts.num_experts,
             top_k=facts.top_k,
             expert_group_name=None,
         )
+        self.has_logits = facts.score_function != "probabilities"
         self._facts = facts
         self._handle: Any = None
 
@@ -76,6 +80,7 @@ def find_transformers_sites(
     models = [(name, m) for name, m in modules if isinstance(m, PreTrainedModel)]
     recorders = [recorder for _, model in models for recorder in _recorders(model)]
     facts: dict[tuple[type, int], RouterFacts] = {}
+    by_name = dict(modules)
     for name, module in modules:
         if any(f"{name}.".startswith(f"{block}.") for block in replaced):
             continue
@@ -89,7 +94,8 @@ def find_transformers_sites(
         key = (type(module), id(config))
         if key not in facts:
             facts[key] = read_router(module, config, name=name)
-        sites.append(TransformersSite(name, module, facts[key]))
+        block = by_name[name.rpartition(".")[0]]
+        sites.append(TransformersSite(name, module, facts[key], block=block))
     return sites
 
 

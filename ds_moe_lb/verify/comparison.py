@@ -126,8 +126,7 @@ def _compare_losses(
                 note(value, share, f", rank {rank}, micro-step {m}: l_aux")
     report, suffix = records[0].report, f"layer_{layer:02d}"
     note(report[f"lbl_global_batch/{suffix}"], expected.loss_global_batch, ": lbl_global_batch")
-    # Where the micro-batch loss is injected, empty micro-batches do not enter the reported mean.
-    if f"lbl_used/{suffix}" in report and not (injects and scope == "micro_batch"):
+    if f"lbl_used/{suffix}" in report:
         note(report[f"lbl_used/{suffix}"], expected.loss_used, ": lbl_used")
 
 
