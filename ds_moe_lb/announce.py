@@ -22,7 +22,7 @@ def announce(engine: Any, balancer: LoadBalancer, replaced_loss: "OwnLoss | None
         balancer: the handle.
         replaced_loss: the model's own auxiliary loss, whose place was taken.
     """
-    config, reducer = balancer.config, balancer.balance.reducer
+    config, reducer = balancer.policy.config, balancer.balance.reducer
     gas = engine.gradient_accumulation_steps()
     layers = balancer.place.layout.layers
     num_ranks = min((group.num_ranks for group in reducer.groups), default=1.0)
@@ -40,7 +40,13 @@ def announce(engine: Any, balancer: LoadBalancer, replaced_loss: "OwnLoss | None
         line += ", loss as l_aux" if balancer.policy.replaces_l_aux else ""
     elif config.aux_loss_coeff is not None:
         line += f", aux_loss_coeff {config.aux_loss_coeff:g}"
-    if replaced_loss is not None:
+    for key in ("micro_batch_weight", "z_loss_coeff", "bias_update_rate"):
+        if getattr(config, key):
+            line += f", {key} {getattr(config, key):g}"
+    later = [entry.step for entry in config.schedule if entry.step > engine.global_steps]
+    if later:
+        line += f", changes by the schedule at the steps {', '.join(map(str, later))}"
+    if replaced_loss is not None and balancer.policy.coefficients is not None:
         line += _weights(balancer, replaced_loss)
     print_dist(line, ranks=[0])
     num_loads = balancer.place.layout.num_counts
@@ -75,7 +81,7 @@ def _collectives_per_step(balancer: LoadBalancer, gas: int) -> int:
     reducer, reduction = balancer.balance.reducer, balancer.policy.reduction
     if reduction == "none":
         return 0
-    if balancer.config.estimate in ("boundary", "exact"):
+    if balancer.policy.estimate in ("boundary", "exact"):
         return reducer.num_collectives_per_message
     if reduction == "after_forward":
         return gas * reducer.num_collectives_per_message

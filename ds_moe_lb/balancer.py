@@ -1,12 +1,12 @@
 """The LoadBalancer: the handle that users hold, and what follows an engine's forwards and steps."""
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from deepspeed.utils import log_dist
+from torch import Tensor
 
 from ds_moe_lb import _compat
 from ds_moe_lb.complaints import Complaints
@@ -15,10 +15,11 @@ from ds_moe_lb.counting_pass import count_batches, take_batches
 from ds_moe_lb.counts import CountLayout
 from ds_moe_lb.estimates import BalanceCounts
 from ds_moe_lb.monitor import BalanceMonitor
-from ds_moe_lb.policy import make_policy
+from ds_moe_lb.policy import Policies, policy_at
 from ds_moe_lb.process_groups import CountGroup
 from ds_moe_lb.router import Router
 from ds_moe_lb.router_call import Masks
+from ds_moe_lb.selection_bias import bias_step
 from ds_moe_lb.sync import CountReducer, ModelPlace
 from ds_moe_lb.window import MicroStep, Window
 
@@ -52,14 +53,15 @@ class LoadBalancer:
         reducer: CountReducer,
         place: ModelPlace,
         report_group: CountGroup,
-        coefficients: Sequence[float] | None,
+        policies: Policies,
     ) -> None:
         self.engine = engine
         self.config = config
         self.micro_step: MicroStep | None = None
         self._outer: list[tuple[MicroStep | None, bool]] = []
         self._has_grad = False
-        self.policy = make_policy(config, coefficients)
+        self._policies = policies
+        self.policy = policy_at(policies, step=engine.global_steps)
         self.counting: Window | None = None
         self.current_masks: Masks = ()
         self.gradient_scale: Tensor | float = 0.0
@@ -70,7 +72,7 @@ class LoadBalancer:
             reducer,
             place=place,
             sync_group=config.sync_group,
-            policies=[self.policy],
+            policies=[policy for _, policy in policies],
         )
         self.monitor = BalanceMonitor(
             layout,
@@ -265,7 +267,10 @@ class LoadBalancer:
         if self.balance.window.num_micro_steps == 0:
             self.complaints.step_without_forward()
         else:
-            self.balance.close_window(applied=self.engine.skipped_steps == self._first_skipped)
+            applied = self.engine.skipped_steps == self._first_skipped
+            whole = self.balance.close_window(applied=applied)
+            if whole is not None and self.policy.config.bias_update_rate:
+                self._update_biases(whole.wait().counts_F)
             self.monitor.close_window(self.balance.window, engine=self.engine)
             if self.policy.offers_l_aux:
                 self.complaints.step_with_l_aux()
@@ -273,9 +278,19 @@ class LoadBalancer:
                 self.complaints.recount(self.balance.recount_difference())
         self.start_window()
 
+    def _update_biases(self, counts_F: Tensor) -> None:
+        step_F = self.policy.config.bias_update_rate * bias_step(counts_F, self.layout)
+        for router, where in zip(self._routers, self.layout.count_slices, strict=True):
+            router.add_to_bias(step_F[where])
+
     def start_window(self) -> None:
         """Begin a window with nothing in it: after an optimizer step, or a loaded checkpoint."""
         self._first_step: int = self.engine.global_steps
+        policy = policy_at(self._policies, step=self._first_step)
+        if policy is not self.policy:
+            self.policy = policy
+            now = policy.describe()
+            log_dist(f"moe_load_balancing: from step {self._first_step} on {now}", ranks=[0])
         self._first_skipped: int = self.engine.skipped_steps
         self.balance.start_window(gas=self.engine.gradient_accumulation_steps(), policy=self.policy)
         self.monitor.begin_window(next_step=self._first_step + 1, uses_loss=self.policy.uses_loss)
@@ -285,20 +300,3 @@ class LoadBalancer:
 
 def _nothing() -> None:
     """Before the installation has wired anything up."""
-
-
-_of_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LoadBalancer]]
-_of_model = weakref.WeakKeyDictionary()
-
-
-def remember(model: nn.Module, balancer: LoadBalancer) -> None:
-    """Note whose model this is, for those who are handed the model and not its engine."""
-    _of_model[model] = weakref.ref(balancer)
-
-
-def load_balancer_of(model: nn.Module) -> LoadBalancer | None:
-    """The handle of the engine that trains the model; None without the plugin."""
-    reference = _of_model.get(model)
-    balancer = reference() if reference is not None else None
-    is_on = balancer is not None and balancer.engine.__dict__.get("load_balancer") is balancer
-    return balancer if is_on else None

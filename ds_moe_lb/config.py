@@ -20,10 +20,6 @@ ValidTokens = Literal["mask", "labels", "all"]
 Detail = Literal["model", "layer", "expert"]
 Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
-# Values that the section knows but this version does not run: refused, never ignored.
-_NOT_YET: dict[str, tuple[Any, ...]] = {}
-_NOT_YET_NON_DEFAULT = ("bias_update_rate", "schedule")
-
 # Values in messages: one line, and no more of it than helps.
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = 80
@@ -51,6 +47,28 @@ class MonitorConfig(_Section):
     image_interval: int = Field(default=0, ge=0)
 
 
+class ScheduleEntry(_Section):
+    """One entry of `moe_load_balancing.schedule`: what changes, and from which step on.
+
+    Attributes:
+        step: the first window that begins with this many optimizer steps done, or more.
+        scope: and the others: keys of the section; those that are left out stay as they were.
+    """
+
+    step: int = Field(ge=0)
+    scope: Scope = "global_batch"
+    estimate: Estimate = "running"
+    aux_loss_coeff: Coefficient = 0.0
+    micro_batch_weight: Coefficient = 0.0
+    z_loss_coeff: Coefficient = 0.0
+    bias_update_rate: Coefficient = 0.0
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys that are given."""
+        return {key: getattr(self, key) for key in self.model_fields_set - {"step"}}
+
+
 class LoadBalancingConfig(_Section):
     """The section `moe_load_balancing` of a DeepSpeed JSON: its keys and their defaults."""
 
@@ -63,8 +81,17 @@ class LoadBalancingConfig(_Section):
     micro_batch_weight: Coefficient = 0.0
     z_loss_coeff: Coefficient = 0.0
     bias_update_rate: Coefficient = 0.0
-    schedule: list[dict[str, Any]] = []
+    schedule: list[ScheduleEntry] = []
     monitor: MonitorConfig = MonitorConfig()
+
+    def states(self) -> list[tuple[int, "LoadBalancingConfig"]]:
+        """The section as it is from step 0 on, and as the schedule changes it from which step on;
+        each entry builds on the one before.
+        """
+        states = [(0, self)]
+        for entry in self.schedule:
+            states.append((entry.step, states[-1][1].model_copy(update=entry.changes)))
+        return states
 
 
 def parse_config(ds_config: Mapping[str, Any]) -> LoadBalancingConfig | None:
@@ -97,8 +124,17 @@ def parse_section(section: Any) -> LoadBalancingConfig:
         config = LoadBalancingConfig(**_checked_keys(section))
     except ValidationError as error:
         raise ValueError("\n".join(_explain(item) for item in error.errors())) from None
-    _refuse_not_yet(config)
-    _refuse_contradictions(config)
+    _refuse_schedule(config)
+    states = config.states()
+    is_global = any(state.scope == "global_batch" for _, state in states)
+    for number, (step, state) in enumerate(states):
+        try:
+            _refuse_contradictions(state, is_ever_global=is_global)
+        except ValueError as error:
+            if number == 0:
+                raise
+            where = f"{SECTION}.schedule[{number - 1}] (from step {step} on)"
+            raise ValueError(f"{where}: {error}") from None
     return config
 
 
@@ -126,6 +162,8 @@ def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
 
 
 def _model_at(path: tuple[str | int, ...]) -> type[BaseModel]:
+    if path[:1] == ("schedule",) and len(path) > 1:
+        return ScheduleEntry
     return MonitorConfig if path[:1] == ("monitor",) else LoadBalancingConfig
 
 
@@ -152,7 +190,8 @@ def _name(key: str | int) -> str:
 
 def _expected(path: tuple[str | int, ...], item: Any) -> str:
     if item["type"] == "literal_error":
-        field = _model_at(path).model_fields[str(path[-1] if path[0] == "monitor" else path[0])]
+        is_inside = path[0] in ("monitor", "schedule")
+        field = _model_at(path).model_fields[str(path[-1] if is_inside else path[0])]
         choices = [repr(choice) for choice in get_args(field.annotation)]
         nearest = difflib.get_close_matches(str(item["input"]), get_args(field.annotation), n=1)
         hint = f" (nearest: {nearest[0]!r})" if nearest else ""
@@ -164,7 +203,8 @@ def _expected(path: tuple[str | int, ...], item: Any) -> str:
         "finite_number": "a finite number >= 0",
         "int_type": "an integer",
         "bool_type": "true or false",
-        "list_type": "a list of objects",
+        "list_type": 'a list of objects such as {"step": 1000, "scope": "micro_batch"}',
+        "missing": "the key 'step', an integer",
         "dict_type": "an object",
         "model_type": f"an object with the keys {_allowed_keys(path)}",
         "model_attributes_type": f"an object with the keys {_allowed_keys(path)}",
@@ -174,25 +214,37 @@ def _expected(path: tuple[str | int, ...], item: Any) -> str:
     return expected.get(item["type"], item["msg"])
 
 
-def _refuse_not_yet(config: LoadBalancingConfig) -> None:
-    defaults = LoadBalancingConfig()
-    for key, values in _NOT_YET.items():
-        value = getattr(config, key)
-        if value in values:
+def _refuse_schedule(config: LoadBalancingConfig) -> None:
+    before = -1
+    for number, entry in enumerate(config.schedule):
+        where = f"{SECTION}.schedule[{number}]"
+        if entry.step <= before:
             raise ValueError(
-                f"{SECTION}.{key}: {value!r} is not available in this version of ds_moe_lb; "
-                f"use {getattr(defaults, key)!r}"
+                f"{where}.step: got {entry.step} after {before}, expected steps that increase"
             )
-    for key in _NOT_YET_NON_DEFAULT:
-        value = getattr(config, key)
-        if value != getattr(defaults, key):
+        before = entry.step
+        if not entry.changes:
+            keys = ", ".join(repr(key) for key in ScheduleEntry.model_fields if key != "step")
+            raise ValueError(f"{where}: changes nothing, expected one or more of {keys}")
+        if "aux_loss_coeff" in entry.changes and config.aux_loss_coeff is None:
             raise ValueError(
-                f"{SECTION}.{key}: got {_brief.repr(value)}, but only "
-                f"{getattr(defaults, key)!r} is available in this version of ds_moe_lb"
+                f"{where}.aux_loss_coeff: got {entry.aux_loss_coeff!r}, but the section begins "
+                f"with null, where the script adds the loss; begin with a number (0 adds nothing)"
             )
 
 
-def _refuse_contradictions(config: LoadBalancingConfig) -> None:
+def _refuse_contradictions(config: LoadBalancingConfig, *, is_ever_global: bool) -> None:
+    if config.bias_update_rate and config.scope == "none":
+        raise ValueError(
+            f"{SECTION}: scope 'none' only measures, so bias_update_rate must be 0, got "
+            f"{config.bias_update_rate!r}; for the bias alone choose another scope and "
+            f"aux_loss_coeff 0"
+        )
+    if config.bias_update_rate and config.sync_group != "data_parallel":
+        raise ValueError(
+            f"{SECTION}.bias_update_rate: got {config.bias_update_rate!r} with sync_group "
+            f"{config.sync_group!r}, whose ranks would go apart; use sync_group 'data_parallel'"
+        )
     if config.micro_batch_weight and config.scope != "global_batch":
         raise ValueError(
             f"{SECTION}.micro_batch_weight: got {config.micro_batch_weight!r}, which adds a share "
@@ -210,7 +262,7 @@ def _refuse_contradictions(config: LoadBalancingConfig) -> None:
             f"{SECTION}: scope 'none' only measures, so aux_loss_coeff must be null or 0, "
             f"got {config.aux_loss_coeff!r}; for a loss choose scope 'global_batch'"
         )
-    if config.scope != "global_batch":
+    if not is_ever_global:
         for key in ("estimate", "sync_group"):
             default = getattr(LoadBalancingConfig(), key)
             if getattr(config, key) != default:

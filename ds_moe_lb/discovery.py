@@ -63,6 +63,12 @@ def refuse_terms(engine: Any, sites: Sequence[RouterSite], config: LoadBalancing
             f"{SECTION}.scope: got 'sequence', but with sequence parallelism no rank has a whole "
             f"sequence; use 'global_batch' or 'micro_batch'"
         )
+    unbiased = [site.name for site in sites if not site.takes_bias]
+    if config.bias_update_rate and unbiased:
+        raise ValueError(
+            f"{SECTION}.bias_update_rate: got {config.bias_update_rate!r}, but the selection of "
+            f"layer {unbiased[0]!r} takes no bias; set it to 0"
+        )
     without = [site.name for site in sites if not site.has_logits]
     if config.z_loss_coeff and without:
         raise ValueError(

@@ -31,7 +31,6 @@ from ds_moe_lb.sync import (
 from ds_moe_lb.whole_window import Arrival, WholeWindow
 from ds_moe_lb.window import Carried, MicroStep, Window
 
-_STATE_VERSION = 1
 # A window that never ends (forwards without a step) must not pile up what is checked at its end.
 _MAX_UNCHECKED = 4096
 _MAX_UNSETTLED = 64
@@ -45,7 +44,7 @@ class BalanceCounts:
         reducer: the collectives.
         place: where they stand among the layers of all pipeline stages, which a checkpoint holds.
         sync_group: which ranks the reducer sums over.
-        policies: all that may come into force; the first one is for now.
+        policies: all that may come into force.
     """
 
     def __init__(
@@ -160,11 +159,15 @@ class BalanceCounts:
         weight = self.policy.micro_batch_weight
         return weight * slope if weight else slope
 
-    def close_window(self, *, applied: bool) -> None:
+    def close_window(self, *, applied: bool) -> WholeWindow | None:
         """The optimizer has stepped: settle this window and keep it where the estimate needs it.
 
         Args:
             applied: False if the step was skipped for an overflow; such a window is forgotten.
+
+        Returns:
+            The window, its counts perhaps still under way, where it was applied and anything needs
+            it as a whole.
 
         Raises:
             RuntimeError: if the ranks did not run the same calls; names rank and layer.
@@ -178,20 +181,30 @@ class BalanceCounts:
             layers=self.layout.layers,
         )
         self._checks.clear()
-        if not self._keeps_previous or self.policy.reduction == "none":
-            return
-        window, arrival = self.window, None
-        counts_F = window.global_F
-        if self.policy.estimate == "boundary":
-            # Launched on every rank whatever became of the step; awaited when first needed.
-            counts_F = window.local_F
-            arrival = self._start(counts_F, window.num_micro_steps, window.calls)
-        if applied and self.policy.estimate == "exact":
-            self.previous = self._counted
-        elif applied:
-            self.previous = WholeWindow(window.complete(counts_F, gas=self._gas), arrival)
-        elif arrival is not None:
-            arrival.wait()
+        whole = self._close()
+        if applied:
+            self.previous = whole if self._keeps_previous else None
+            return whole
+        if whole is not None:
+            whole.wait()
+        return None
+
+    def _close(self) -> WholeWindow | None:
+        """This window as a whole where anything needs it; a reduction is launched on every rank,
+        whatever became of the step, and awaited when its counts are first needed.
+        """
+        policy, window = self.policy, self.window
+        rate = policy.config.bias_update_rate
+        if policy.estimate == "exact":
+            return self._counted
+        if policy.estimate in ("running", "carry"):
+            if not self._keeps_previous and not rate:
+                return None
+            return WholeWindow(window.complete(window.global_F, gas=self._gas))
+        if policy.estimate == "boundary" or rate:
+            arrival = self._start(window.local_F, window.num_micro_steps, window.calls)
+            return WholeWindow(window.complete(window.local_F, gas=self._gas), arrival)
+        return None
 
     def _start(self, counts_F: Tensor, step: int, calls: list[int]) -> Arrival:
         return Arrival(
@@ -260,14 +273,12 @@ class BalanceCounts:
         one client state: they are not saved, and training resumes with `running` for one window.
         Collective over the pipeline.
         """
-        state: dict[str, Any] = {
-            "version": _STATE_VERSION,
-            "layers": saved_window.signature(self._place.layout),
-            "micro_steps_begun": self.window.num_micro_steps,
-        }
-        if self.previous is not None and self._saves_state:
-            state |= saved_window.pack(self.previous.wait(), self._place)
-        return state
+        has_window = self.previous is not None and self._saves_state
+        return saved_window.pack(
+            self.previous.wait() if self.previous is not None and has_window else None,
+            place=self._place,
+            micro_steps_begun=self.window.num_micro_steps,
+        )
 
     def load_state_dict(self, state: dict[str, Any] | None) -> str | None:
         """Take up a saved state after `start_window`; None = a checkpoint without one.
@@ -279,22 +290,9 @@ class BalanceCounts:
         self._checks.clear()
         if state is None:
             return None
-        if state["version"] != _STATE_VERSION or state["layers"] != saved_window.signature(
-            self._place.layout
-        ):
-            return (
-                "the checkpoint's balancing state belongs to another model and was left alone; the "
-                "first window uses estimate 'running'"
-            )
-        if saved_window.is_in(state) and self._keeps_previous and self._saves_state:
-            window = saved_window.unpack(
-                state, self._place, device=self.layout.device, gas=self._gas
-            )
+        window, news = saved_window.unpack(
+            state, place=self._place, device=self.layout.device, gas=self._gas
+        )
+        if window is not None and self._keeps_previous and self._saves_state:
             self.previous = WholeWindow(window)
-        if state["micro_steps_begun"]:
-            return (
-                f"the checkpoint was saved {state['micro_steps_begun']} micro-steps into an "
-                f"accumulation window, whose gradients and counts DeepSpeed does not save; a new "
-                f"window begins"
-            )
-        return None
+        return news

@@ -8,13 +8,16 @@ Shape legend: T tokens of this micro-batch on this rank, E experts, K choices pe
 
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.moe import sharded_moe
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from ds_moe_lb.selection_bias import accept_all_checkpoints, bias_of, remove_bias
 from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
@@ -30,6 +33,9 @@ class _RoutingObserver:
     Attributes:
         probs_TE: softmax of the clean logits: after input jitter, before selection noise.
         lse_T: logsumexp of the clean logits with its graph, where a z-loss needs it.
+        logits_TE: the parent's logits, which it may add its noise to after the softmax.
+        parent_probs_TE: the very tensor that the parent goes on with.
+        chosen_TK: the experts chosen at once, ``(T, K)``; k > 2 with a selection bias.
         choices_T: the first and second choice, each ``(T,)``, before capacity drops any; k <= 2.
     """
 
@@ -37,6 +43,9 @@ class _RoutingObserver:
         self._top_k = top_k
         self._wants_logits = wants_logits
         self.lse_T: Tensor | None = None
+        self.logits_TE: Tensor | None = None
+        self.parent_probs_TE: Tensor | None = None
+        self.chosen_TK: Tensor | None = None
         self.probs_TE: Tensor | None = None
         self.choices_T: list[Tensor] = []
 
@@ -49,7 +58,8 @@ class _RoutingObserver:
 
     def note_softmax(self, logits_TE: Tensor, probs_TE: Tensor) -> None:
         """Take in the parent's first softmax."""
-        self.probs_TE = probs_TE
+        self.probs_TE = self.parent_probs_TE = probs_TE
+        self.logits_TE = logits_TE
         if probs_TE.dtype.itemsize >= 4 and not self._wants_logits:
             return
         with torch.autocast(logits_TE.device.type, enabled=False):
@@ -70,12 +80,60 @@ class _RoutingObserver:
             )
         return self.probs_TE
 
+    def require_probs(self) -> Tensor:
+        """The probabilities, asked for while the parent is at work."""
+        assert self.probs_TE is not None
+        return self.probs_TE
+
     def select(self) -> Tensor:
         """``(T, K)`` int64: the experts of each token, before capacity drops any."""
         probs_TE = self.require()
+        if self.chosen_TK is not None:
+            return self.chosen_TK
         if self._top_k > 2:  # no noise there: the same operation on the same numbers
             return torch.topk(probs_TE, k=self._top_k, dim=1)[1]
         return torch.stack(self.choices_T[: self._top_k], dim=1)
+
+
+class _BiasedSelection(TorchFunctionMode):
+    """Has the parent choose by its probabilities plus the bias, and touches nothing else.
+
+    Of what the parent computes only ``argmax(..., dim=1)`` (k <= 2) and ``topk(..., dim=1)``
+    (k > 2), which choose experts, give another answer; the values of `topk` stay those of the
+    parent's probabilities. Where the parent chooses by logits with noise, or by those less the
+    first choice, their softmax is biased. A bias of zeros leaves the parent's own choice.
+    """
+
+    def __init__(self, bias_E: Tensor, seen: _RoutingObserver) -> None:
+        super().__init__()
+        self._bias_E = bias_E
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (kwargs or {}).get("dim") != 1 or func not in (torch.argmax, torch.topk):
+            return result
+        with torch.no_grad(), torch.autocast(self._bias_E.device.type, enabled=False):
+            scores_TE, is_biased = self._scores(args[0]), (self._bias_E != 0).any()
+            if func is torch.argmax:
+                return torch.where(is_biased, scores_TE.argmax(dim=1), result)
+            chosen_TK = scores_TE.topk(result[1].shape[1], dim=1)[1]
+            chosen_TK = torch.where(is_biased, chosen_TK, result[1])
+        self._seen.chosen_TK = chosen_TK
+        return args[0].gather(1, chosen_TK), chosen_TK
+
+    def _scores(self, chosen_by_TE: Tensor) -> Tensor:
+        """What the parent chooses by, as probabilities, and the bias."""
+        if chosen_by_TE is self._seen.parent_probs_TE:
+            return self._seen.require_probs() + self._bias_E
+        full_TE = chosen_by_TE
+        if self._seen.choices_T:  # the second choice: the logits, the first one at -inf
+            assert self._seen.logits_TE is not None
+            full_TE = self._seen.logits_TE
+        biased_TE = torch.softmax(full_TE.float(), dim=1) + self._bias_E
+        return biased_TE.masked_fill(chosen_by_TE == float("-inf"), float("-inf"))
 
 
 class _ObservedFunctional:
@@ -148,8 +206,11 @@ class GlobalBatchTopKGate(TopKGate):
         if router is None:
             return super().forward(input, used_token, sparse_routes, use_tutel)
         self.__dict__.pop(_OPEN_CALL, None)
+        bias_E = bias_of(self)
         with _RoutingObserver(self.k, wants_logits=router.wants_logits) as seen:
-            outputs = list(super().forward(input, used_token, sparse_routes, use_tutel))
+            biasing = nullcontext() if bias_E is None else _BiasedSelection(bias_E, seen)
+            with biasing:
+                outputs = list(super().forward(input, used_token, sparse_routes, use_tutel))
         probs_TE, routed_E = seen.require(), outputs[-1]
         call = router.open_call(
             probs_TE,
@@ -172,6 +233,7 @@ class NativeSite(RouterSite):
     """The gate of a ``deepspeed.moe.layer.MoE``."""
 
     has_l_aux = True
+    takes_bias = True
 
     def __init__(self, name: str, moe_layer: MOELayer) -> None:
         gate = moe_layer.gate
@@ -185,7 +247,7 @@ class NativeSite(RouterSite):
             expert_group_name=moe_layer.ep_group_name,
         )
         self._moe_layer = moe_layer
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def attach(self, router: "Router") -> None:
         """Make the live TopKGate a GlobalBatchTopKGate of this router."""
@@ -193,11 +255,16 @@ class NativeSite(RouterSite):
         _attached.add(self.module)
         self.module.__class__ = GlobalBatchTopKGate
         self.module.__dict__[_ROUTER] = router
-        self._handle = self._moe_layer.register_forward_hook(_finish_moe_layer)
+        self._handles = [
+            self._moe_layer.register_forward_hook(_finish_moe_layer),
+            accept_all_checkpoints(self.module),
+        ]
 
     def detach(self) -> None:
         """Give the gate its own class back."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        remove_bias(self.module)
         _attached.discard(self.module)
         if not _attached:
             sharded_moe.F = nn.functional

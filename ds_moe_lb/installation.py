@@ -13,7 +13,7 @@ from deepspeed.utils import logger
 from ds_moe_lb import _compat, checkpoints
 from ds_moe_lb.adapters.model_inputs import InputReader, OwnLossSwitch
 from ds_moe_lb.announce import announce
-from ds_moe_lb.balancer import LoadBalancer, remember
+from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.coefficients import layer_coefficients
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
 from ds_moe_lb.counts import CountLayout, RouterLayer
@@ -24,6 +24,8 @@ from ds_moe_lb.discovery import (
     refuse_terms,
     refuse_unsupported,
 )
+from ds_moe_lb.of_model import remember
+from ds_moe_lb.policy import Policies, make_policy
 from ds_moe_lb.process_groups import (
     CountGroup,
     GroupFactory,
@@ -112,13 +114,19 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
         _leave_off(engine)
         return None
     warnings = _compat.check_host(engine)
-    refuse_unsupported(engine, settings)
+    states = settings.states()
+    for _, state in states:
+        refuse_unsupported(engine, state)
     sites = find_sites(engine.module)
-    refuse_terms(engine, sites, settings)
+    for _, state in states:
+        refuse_terms(engine, sites, state)
     own_loss = find_own_loss(engine.module)
-    coefficients = layer_coefficients(settings, sites, own_loss)
-    balancer = _build(engine, settings, sites, coefficients)
-    replaced = own_loss if coefficients is not None else None
+    policies = [
+        (step, make_policy(state, layer_coefficients(state, sites, own_loss)))
+        for step, state in states
+    ]
+    balancer = _build(engine, settings, sites, policies)
+    replaced = own_loss if any(x.coefficients is not None for _, x in policies) else None
     _Installation(engine, balancer, sites, replaced).apply()
     if dist.get_rank() == 0:
         for warning in warnings:
@@ -136,7 +144,7 @@ def _build(
     engine: Any,
     config: LoadBalancingConfig,
     sites: Sequence[RouterSite],
-    coefficients: Sequence[float] | None,
+    policies: Policies,
 ) -> LoadBalancer:
     layers = [
         RouterLayer(index, site.name, site.num_experts, site.top_k)
@@ -150,7 +158,7 @@ def _build(
     signature = {
         "layers": [(x.name, x.num_experts, x.top_k) for x in layers],
         "config": config.model_dump(),
-        "coefficients": coefficients,
+        "coefficients": [policy.coefficients for _, policy in policies],
     }
     compare_signatures(signature, count_group=everyone)
     groups: list[CountGroup] = [
@@ -178,7 +186,7 @@ def _build(
         reducer=CountReducer(layout, groups),
         place=place,
         report_group=everyone,
-        coefficients=coefficients,
+        policies=policies,
     )
 
 
@@ -210,13 +218,16 @@ class _Installation:
 
     def apply(self) -> None:
         balancer, root = self._balancer, self._engine.module
+        states = balancer.config.states()
         routers = [
             Router(layer, balancer, site)
             for layer, site in zip(balancer.layout.layers, self._sites, strict=True)
         ]
         for site, router in zip(self._sites, routers, strict=True):
+            if any(state.bias_update_rate for _, state in states):
+                site.add_bias()
             site.attach(router)
-            if balancer.config.scope == "sequence":
+            if any(state.scope == "sequence" for _, state in states):
                 self._handles.append(site.watch_sequences())
 
         def before_forward(module: torch.nn.Module, args: Any) -> None:

@@ -26,6 +26,19 @@ class Policy:
     coefficients: Sequence[float] | None
     adds_loss: bool
 
+    def describe(self) -> str:
+        """The terms that are in force, in words."""
+        config = self.config
+        parts = [f"scope {config.scope}"]
+        if config.scope == "global_batch":
+            parts.append(f"estimate {config.estimate}")
+        parts += [
+            f"{key} {value:g}"
+            for key in ("aux_loss_coeff", "micro_batch_weight", "z_loss_coeff", "bias_update_rate")
+            if (value := getattr(config, key))
+        ]
+        return ", ".join(parts)
+
     @property
     def injects(self) -> bool:
         """The plugin itself adds a gradient."""
@@ -69,6 +82,15 @@ class Policy:
     def uses_loss(self) -> bool:
         """A loss of ours has an effect, so its value is worth a report."""
         return self.offers_l_aux or self.adds_loss
+
+
+# With the global step from which each is in force; the first from step 0, steps increase.
+Policies = Sequence[tuple[int, Policy]]
+
+
+def policy_at(policies: Policies, *, step: int) -> Policy:
+    """What is in force in a window that begins at this global step."""
+    return [policy for first_step, policy in policies if first_step <= step][-1]
 
 
 def make_policy(config: LoadBalancingConfig, coefficients: Sequence[float] | None) -> Policy:

@@ -47,6 +47,12 @@ class Router:
         """Whether the router takes a gradient at all."""
         return self._site.is_trainable
 
+    def add_to_bias(self, step_E: Tensor) -> None:
+        """Move the bias of the selection, which the site has."""
+        bias_E = self._site.selection_bias
+        assert bias_E is not None
+        bias_E.add_(step_E.to(bias_E.device))
+
     @property
     def wants_logits(self) -> bool:
         """Whether a z-loss will be added to the call that begins."""

@@ -68,19 +68,6 @@ def test_every_wrong_key_is_named_at_once():
 
 
 @pytest.mark.parametrize(
-    "section",
-    [
-        {"bias_update_rate": 0.001},
-        {"schedule": [{"step": 10, "scope": "global_batch"}]},
-    ],
-)
-def test_what_this_version_does_not_run_is_refused_and_never_ignored(section):
-    (key,) = section
-    with pytest.raises(ValueError, match=f"moe_load_balancing.{key}: .*this version of ds_moe_lb"):
-        parse(section)
-
-
-@pytest.mark.parametrize(
     ("section", "message"),
     [
         ({"scope": "none", "aux_loss_coeff": 0.1}, "scope 'none' only measures"),
@@ -91,6 +78,11 @@ def test_what_this_version_does_not_run_is_refused_and_never_ignored(section):
         (
             {"z_loss_coeff": 0.1, "aux_loss_coeff": 0.0, "scope": "none"},
             r"z_loss_coeff: .*a scope other than 'none' \(got 'none'\)",
+        ),
+        ({"scope": "none", "bias_update_rate": 0.1}, "so bias_update_rate must be 0, got 0.1"),
+        (
+            {"bias_update_rate": 0.1, "sync_group": "expert_parallel"},
+            "bias_update_rate: got 0.1 with sync_group 'expert_parallel'.*use sync_group",
         ),
         ({"scope": "none", "sync_group": "expert_parallel"}, "sync_group: got .*leave it out"),
     ],
@@ -120,3 +112,65 @@ def test_misspelt_section_name(name):
 )
 def test_other_sections_are_left_alone(name):
     assert parse_config({name: {}}) is None
+
+
+def test_a_schedule_builds_on_what_was_before():
+    config = parse(
+        {
+            "aux_loss_coeff": 0.1,
+            "schedule": [
+                {"step": 10, "scope": "micro_batch"},
+                {"step": 20, "aux_loss_coeff": 0.2, "bias_update_rate": 0.001},
+                {"step": 30, "scope": "global_batch", "estimate": "boundary"},
+            ],
+        }
+    )
+    keys = ("scope", "estimate", "aux_loss_coeff", "bias_update_rate")
+    assert [(step, *(getattr(state, key) for key in keys)) for step, state in config.states()] == [
+        (0, "global_batch", "running", 0.1, 0.0),
+        (10, "micro_batch", "running", 0.1, 0.0),
+        (20, "micro_batch", "running", 0.2, 0.001),
+        (30, "global_batch", "boundary", 0.2, 0.001),
+    ]
+
+
+def test_what_one_state_of_a_schedule_ignores_may_serve_another():
+    section = {"scope": "micro_batch", "estimate": "boundary", "sync_group": "expert_parallel"}
+    parse(section | {"schedule": [{"step": 1, "scope": "global_batch"}]})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({"step": 1}, "schedule: got .*expected a list of objects such as"),
+        ([3], r"schedule.0: got 3, expected an object with the keys 'step', 'scope'"),
+        ([{"scope": "none"}], "schedule.0.step: .*expected the key 'step', an integer"),
+        ([{"step": 1.5, "scope": "none"}], "schedule.0.step: got 1.5, expected an integer"),
+        ([{"step": -1, "scope": "none"}], "schedule.0.step: got -1, expected a number >= 0"),
+        ([{"step": 1}], r"schedule\[0\]: changes nothing, expected one or more of 'scope'"),
+        (
+            [{"step": 1, "scope": "micro"}],
+            r"schedule.0.scope: got 'micro', expected one of .*nearest: 'micro_batch'",
+        ),
+        ([{"step": 1, "scop": "none"}], "schedule.0.scop: unknown key. Did you mean 'scope'"),
+        ([{"step": 1, "monitor": {}}], "schedule.0.monitor: unknown key. Allowed keys: 'step'"),
+        ([{"step": 1, "aux_loss_coeff": None}], "aux_loss_coeff: got None, expected"),
+        (
+            [{"step": 5, "scope": "micro_batch"}, {"step": 5, "scope": "sequence"}],
+            r"schedule\[1\].step: got 5 after 5, expected steps that increase",
+        ),
+        (
+            [{"step": 5, "micro_batch_weight": 0.1}, {"step": 9, "scope": "micro_batch"}],
+            r"schedule\[1\] \(from step 9 on\): .*micro_batch_weight: got 0.1",
+        ),
+        ([{"step": 5, "scope": "none"}], r"schedule\[0\] \(from step 5 on\): .*only measures"),
+    ],
+)
+def test_wrong_schedules(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        parse({"aux_loss_coeff": 0.1, "schedule": schedule})
+
+
+def test_a_schedule_goes_from_number_to_number():
+    with pytest.raises(ValueError, match="begins with null, where the script adds the loss"):
+        parse({"schedule": [{"step": 1, "aux_loss_coeff": 0.1}]})

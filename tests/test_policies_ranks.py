@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -71,9 +72,10 @@ def _train_exact(cell, **model_arguments):
     return records
 
 
-def _exact_script(cell, **model_arguments):
+def _exact_script(cell, *, section=None, **model_arguments):
     # What is dropped depends on the cut, and with it the second layer's input.
-    return Script(cell, model=make_model(cell, drop_tokens=False, **model_arguments))
+    model = make_model(cell, drop_tokens=False, **model_arguments)
+    return Script(cell, model=model, section=section)
 
 
 def _counted(script, window_batches):
@@ -351,3 +353,207 @@ def _check_flat_input():
 def test_sequences_that_cannot_be_told_are_an_error():
     message = run_ranks(_check_flat_input, 1, timeout_s=60)[0]
     assert "scope: 'sequence' needs the (B, S, M) input of layer 'blocks.0.moe'" in message
+
+
+# ------------------------------------------------------------------------------------------------
+# schedule
+
+SCHEDULE = [
+    {"step": 1, "scope": "micro_batch"},
+    {"step": 2, "scope": "global_batch", "estimate": "boundary", "aux_loss_coeff": 0.25},
+    {"step": 4, "scope": "none", "aux_loss_coeff": 0.0},
+]
+
+
+def _check_schedule(folder):
+    """Five windows, the last two on a resumed engine; the collectives of each."""
+    section, records, collectives = {"schedule": SCHEDULE}, [], []
+    script = Script(INJECTED, section=section)
+    for window in range(5):
+        if window == 3:
+            script.engine.save_checkpoint(folder)
+            script.finish()
+            script = Script(INJECTED, section=section)
+            script.window(batches(INJECTED, window=9, num=2))
+            assert script.engine.load_checkpoint(folder)[0] is not None
+        reducer = script.engine.load_balancer.balance.reducer
+        before = reducer.num_collectives
+        records.append(script.window(batches(INJECTED, window=window, num=2)))
+        collectives.append(reducer.num_collectives - before)
+    script.finish()
+    return records, collectives
+
+
+def test_a_schedule_changes_terms_at_its_steps_and_survives_a_resume():
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_ranks(_check_schedule, 2, folder, timeout_s=120)
+    per_rank = [records for records, _ in results]
+    assert wrong(INJECTED, [records[:1] for records in per_rank]) == []
+    assert wrong(INJECTED, [records[1:2] for records in per_rank], estimate="micro_batch") == []
+    # The micro-batch window reduced nothing, so there is none before it to take f from.
+    boundary = replace(INJECTED, estimate="boundary")
+    assert wrong(boundary, [records[2:4] for records in per_rank], coeff=0.25) == []
+    for records, collectives in results:
+        assert all(not grad.any() for grad in records[4].grads)
+        # Each micro-step; none; each micro-step, without a window before, and the window; the
+        # window; none.
+        assert collectives == [2, 0, 3, 1, 0]
+
+
+# ------------------------------------------------------------------------------------------------
+# bias
+
+RATE = 0.05
+BIASED = [
+    replace(BASE, mechanism="injection", tokens="masked", top_k=1),
+    replace(BASE, top_k=2, zero_stage=2, checkpointing="reentrant"),
+    replace(BASE, mechanism="injection", estimate="boundary", top_k=4),
+]
+
+
+def _check_bias(cells, folder):
+    return [_train_bias(cell, f"{folder}/{index}") for index, cell in enumerate(cells)]
+
+
+def _train_bias(cell, folder):
+    """Four windows, one of them skipped, one on a resumed engine: biases after each."""
+    section = {"bias_update_rate": RATE}
+    if cell.top_k == 1:
+        section["aux_loss_coeff"] = 0.0
+    script = _exact_script(cell, section=section)
+    records, biases = [], []
+    for window in range(4):
+        if window == 3:
+            script.engine.save_checkpoint(folder)
+            number = script.engine.load_balancer.balance.reducer.num_collectives
+            script.finish()
+            assert "lb_bias" not in script.model.gates()[0].state_dict()
+            script = _exact_script(cell, section=section)
+            assert script.engine.load_checkpoint(folder)[0] is not None
+            assert [gate.lb_bias.tolist() for gate in script.model.gates()] == biases[-1]
+
+        def skip(micro_step, engine=script.engine, window=window):
+            if (window, micro_step) == (1, 1):
+                engine.skipped_steps += 1  # as an optimizer does whose gradients overflow
+
+        records.append(script.window(batches(cell, window=window, num=2), between=skip))
+        biases.append([gate.lb_bias.tolist() for gate in script.model.gates()])
+    script.finish()
+    return records, biases, number
+
+
+def _biased_counts(window, bias, top_k):
+    """Per rank the counts of the window when each token takes its largest p + b."""
+    num_experts, per_rank = window.num_experts, []
+    for rank in range(window.num_ranks):
+        chosen = [0] * num_experts
+        for inputs, valid in zip(window.inputs, window.valid, strict=True):
+            for x, counts in zip(inputs[rank], valid[rank], strict=True):
+                logits = [sum(w * v for w, v in zip(row, x, strict=True)) for row in window.weight]
+                p = reference.softmax(logits)
+                order = sorted(range(num_experts), key=lambda e: -(p[e] + bias[e]))
+                for expert in order[:top_k] if counts else []:
+                    chosen[expert] += 1
+        per_rank.append(chosen)
+    return per_rank
+
+
+def test_the_bias_follows_the_counts_and_steers_the_selection():
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_ranks(_check_bias, 2, BIASED, folder, timeout_s=120)
+    for index, cell in enumerate(BIASED):
+        ran = of_run(results, index)
+        assert ran[0][1] == ran[1][1]  # the same on all ranks
+        differs = 0
+        for layer in range(2):
+            windows = windows_of([records for records, *_ in ran], layer, cell.top_k)
+            bias = [0.0] * windows[0].num_experts
+            for number, window in enumerate(windows):
+                counts = _biased_counts(window, bias, cell.top_k)
+                differs += counts != _biased_counts(window, [0.0] * len(bias), cell.top_k)
+                for (records, *_), own in zip(ran, counts, strict=True):
+                    assert records[number].counts[layer] == own, (str(cell), layer, number)
+                total = reference.add(*counts)
+                mean = Fraction(sum(total), len(total))
+                if number != 1:  # skipped
+                    signs = [(mean > n) - (mean < n) for n in total]
+                    bias = [b + RATE * sign for b, sign in zip(bias, signs, strict=True)]
+                assert ran[0][1][number][layer] == pytest.approx(bias, abs=1e-6)
+        assert differs > 2, "the bias changed no selection"
+    # With no loss one reduction for each window, else none besides those of the loss: boundary
+    # has one for each window, and one for each micro-step of the first.
+    assert [number for *_, number in of_run(results, 0)] == [3, 3]
+    assert [number for *_, number in of_run(results, 1)] == [3 * 2 * 2] * 2
+    assert [number for *_, number in of_run(results, 2)] == [3 + 2] * 2
+
+
+def _check_biased_gates(kinds):
+    """Each gate without a bias, with one of zeros and with one, on the same tokens and noise."""
+    seen = []
+    for top_k, noise in kinds:
+        cell = replace(BASE, world_size=1, top_k=top_k)
+        outputs = []
+        biased = {"bias_update_rate": RATE}
+        for section, value in (({}, 0), (biased, 0), (biased, 1)):
+            script = _exact_script(cell, section=section, **noise)
+            gate = script.model.gates()[0]
+            bias = value * torch.linspace(0.5, -0.5, gate.wg.weight.shape[0])
+            if section:
+                gate.lb_bias.copy_(bias)
+            x = torch.randn(40, MODEL_DIM, generator=torch.Generator().manual_seed(3))
+            torch.manual_seed(4)
+            outputs.append([torch.as_tensor(part).detach() for part in gate(x, None, True, False)])
+            script.finish()
+        probs = torch.softmax(x @ gate.wg.weight.detach().T, dim=1)
+        seen.append((outputs, probs, bias))
+    return seen
+
+
+def test_a_bias_of_zeros_is_bitwise_none_and_another_changes_the_selection_alone():
+    kinds = [
+        (1, {}),
+        (1, {"noisy_gate_policy": "RSample"}),
+        (2, {"top2_2nd_expert_sampling": True}),
+        (2, {}),
+        (4, {}),
+    ]
+    for (top_k, noise), ran in zip(kinds, run_ranks(_check_biased_gates, 1, kinds)[0], strict=True):
+        (plain, zero, biased), probs, bias = ran
+        for part, other in zip(plain, zero, strict=True):
+            assert torch.equal(part, other), (top_k, noise)
+        chosen_KT, gates_KT = biased[3].long(), biased[5]
+        assert not torch.equal(chosen_KT, plain[3])
+        if not noise:
+            expected = (probs + bias).topk(top_k, dim=1)[1]
+            assert torch.equal(chosen_KT.T.sort(dim=1)[0], expected.sort(dim=1)[0])
+        taken = probs.gather(1, chosen_KT.T)
+        weights = taken if top_k == 1 else taken / taken.sum(dim=1, keepdim=True)
+        torch.testing.assert_close(gates_KT.T, weights, rtol=1e-5, atol=1e-7)
+        assert torch.bincount(chosen_KT.flatten(), minlength=len(bias)).equal(biased[6])
+
+
+def _check_bias_checkpoints(folder):
+    """A checkpoint without a bias into an engine with one, and the other way round."""
+    section = {"bias_update_rate": RATE}
+    script = _exact_script(BASE)
+    script.window(batches(BASE, window=0, num=2))
+    script.engine.save_checkpoint(folder, tag="without")
+    script.finish()
+    script = _exact_script(BASE, section=section)
+    script.window(batches(BASE, window=0, num=2))
+    gate = script.model.gates()[0]
+    assert gate.lb_bias.any()
+    script.engine.save_checkpoint(folder, tag="with")
+    script.engine.load_checkpoint(folder, tag="without")
+    is_zero = not gate.lb_bias.any()
+    script.finish()
+    script = _exact_script(BASE)
+    script.engine.load_checkpoint(folder, tag="with")
+    has_bias = hasattr(script.model.gates()[0], "lb_bias")
+    script.finish()
+    return is_zero, has_bias
+
+
+def test_checkpoints_with_and_without_a_bias():
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(_check_bias_checkpoints, 2, folder, timeout_s=60) == [(True, False)] * 2

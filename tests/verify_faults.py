@@ -158,10 +158,11 @@ def stale_previous_window() -> Iterator[None]:
     """`boundary` never goes on from the first window that it kept."""
     original = BalanceCounts.close_window
 
-    def close_window(self: BalanceCounts, *, applied: bool) -> None:
+    def close_window(self: BalanceCounts, *, applied: bool) -> Any:
         before = self.previous
-        original(self, applied=applied)
+        whole = original(self, applied=applied)
         self.previous = before or self.previous
+        return whole
 
     with mock.patch.object(BalanceCounts, "close_window", close_window):
         yield

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_moe_lb.adapters.observing import observe
 from ds_moe_lb.config import SECTION
+from ds_moe_lb.selection_bias import accept_all_checkpoints, bias_of, remove_bias
 from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class GlobalBatchTopKRouter(TokenChoiceTopKRouter):
         router: Router | None = self.__dict__.get(_ROUTER)
         if router is None:
             return super().forward(x, expert_bias)
+        bias_E = bias_of(self)
+        if bias_E is not None:
+            expert_bias = bias_E if expert_bias is None else expert_bias + bias_E
         seen: list[Tensor] = []
         # The parent does not return its logits, and the gate's weight may be gone after the call
         # (ZeRO-3), so they are taken as they are made.
@@ -62,6 +66,8 @@ class GlobalBatchTopKRouter(TokenChoiceTopKRouter):
 
 class AutoEPSite(RouterSite):
     """The router of an ``AutoEPMoELayer``."""
+
+    takes_bias = True
 
     def __init__(self, name: str, moe_layer: AutoEPMoELayer) -> None:
         router = moe_layer.router
@@ -96,8 +102,11 @@ class AutoEPSite(RouterSite):
     def attach(self, router: "Router") -> None:
         self.module.__class__ = GlobalBatchTopKRouter
         self.module.__dict__[_ROUTER] = router
+        self._loading = accept_all_checkpoints(self.module)
 
     def detach(self) -> None:
+        self._loading.remove()
+        remove_bias(self.module)
         self.module.__dict__.pop(_ROUTER, None)
         self.module.__class__ = TokenChoiceTopKRouter
 

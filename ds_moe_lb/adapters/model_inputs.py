@@ -129,7 +129,10 @@ class OwnLossSwitch:
         self._handle.remove()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._balancer.micro_step is None or not torch.is_grad_enabled():
+        balancer = self._balancer
+        if balancer.micro_step is None or not torch.is_grad_enabled():
+            return None
+        if balancer.policy.coefficients is None:  # only measured, by the schedule
             return None
         bound = self._signature.bind_partial(*args, **kwargs)
         bound.arguments["output_router_logits"] = False

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ds_moe_lb.balancer import load_balancer_of
+from ds_moe_lb.of_model import load_balancer_of
 
 
 class LoadBalancingCallback(TrainerCallback):
