@@ -66,7 +66,7 @@ def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dic
         blocks=options.blocks,
         seconds=options.seconds,
         delays_ms=options.delay_ms if is_base else (),
-        memory_tokens=(shape.tokens // 4, shape.tokens // 2, shape.tokens) if is_base else (),
+        memory_tokens=(shape.tokens // 4, shape.tokens) if is_base else (),
         seed=options.seed,
     )
     result: dict[str, Any] = run_ranks(steps.measure, shape.ranks, shape, plan)

@@ -75,6 +75,7 @@ def measure(shape: Shape, blocks: int, seconds: float, seed: int) -> dict[str, A
     variants, refused = accepted(engine, plugin_variants())
     variants = [PLAIN, AGAIN, *variants]
     x_TM = torch.randn(shape.tokens, shape.model_dim, device=engine.device)
+    gc.freeze()
     order = random.Random(seed)
     wall: dict[str, list[float]] = {variant.name: [] for variant in variants}
     cpu: dict[str, list[float]] = {variant.name: [] for variant in variants}
