@@ -330,10 +330,10 @@ def deviations(
             )
             expected = reference.balance(
                 window,
-                estimate=run.section.get("estimate", "running"),
                 previous=previous.get(name),
                 groups=groups,
                 coeff=coefficient(run, window.top_k, len(windows[0]["weights"])),
+                **terms(run.section),
             )
             previous[name] = window
             for rank, record in enumerate(windows):
@@ -349,6 +349,17 @@ def deviations(
                     worst[where] = max(worst.get(where, 0.0), deviation)
                     assert float(ref.abs().max()) > 1e-3, f"{where}: nothing to compare"
     return worst
+
+
+def terms(section: dict[str, Any]) -> dict[str, Any]:
+    """The reference's arguments for the terms of a section."""
+    scope = section.get("scope", "global_batch")
+    return {
+        "estimate": section.get("estimate", "running") if scope == "global_batch" else scope,
+        "micro_batch_weight": section.get("micro_batch_weight", 0.0),
+        "z_coeff": section.get("z_loss_coeff", 0.0),
+        "num_sequences": SEQUENCES,
+    }
 
 
 def coefficient(run: Run, top_k: int, num_layers: int) -> float:

@@ -74,7 +74,7 @@ def _random_windows(seed: int, *, top_k: int) -> tuple[list[LayerWindow], list[r
     return ours, theirs
 
 
-@pytest.mark.parametrize("estimate", ["running", "boundary", "micro_batch"])
+@pytest.mark.parametrize("estimate", ["running", "carry", "boundary", "exact", "micro_batch"])
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_two_independent_references_agree(estimate, groups, top_k):
@@ -86,9 +86,14 @@ def test_two_independent_references_agree(estimate, groups, top_k):
             previous=None if first else ours[0],
             groups=groups,
             top_k=top_k,
+            micro_batch_weight=0.3 if top_k == 3 else 0.0,
         )
         expected = reference.balance(
-            theirs[1], estimate=estimate, previous=None if first else theirs[0], groups=groups
+            theirs[1],
+            estimate=estimate,
+            previous=None if first else theirs[0],
+            groups=groups,
+            micro_batch_weight=0.3 if top_k == 3 else 0.0,
         )
         torch.testing.assert_close(
             got.grad_EM, torch.tensor(expected.weight_grad, dtype=torch.float64)
@@ -323,6 +328,12 @@ def test_smaller_sync_groups_and_the_wrong_one(sync_group, estimate):
     """With `boundary` the window after a resume is as `running`: such counts are not saved."""
     section = {"sync_group": sync_group, "estimate": estimate}
     _expect(section, {"expert_groups_swapped": ALL}, world_size=4, ep_size=2)
+
+
+@pytest.mark.ranks
+def test_carry_exact_and_the_hybrid_are_covered():
+    _expect({"estimate": "exact", "micro_batch_weight": 0.3}, {"f_divided_by_d": ALL}, world_size=2)
+    _expect({"estimate": "carry", "aux_loss_coeff": 0.1}, {}, world_size=2)
 
 
 @pytest.mark.ranks

@@ -20,7 +20,7 @@ from ds_moe_lb.training.free_port import free_port
 
 SCOPES = ("micro_batch", "global_batch")
 _SECTION = "moe_load_balancing"
-_GLOBAL_ONLY = ("estimate", "sync_group")  # refused in any other scope
+_GLOBAL_ONLY = ("estimate", "sync_group", "micro_batch_weight")  # refused in any other scope
 
 
 def run(options: argparse.Namespace) -> int:

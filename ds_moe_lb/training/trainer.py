@@ -1,7 +1,7 @@
 """The training loop: engine, micro-batches, validation, checkpoints, logs, a clean stop."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from torch import Tensor
 
 import ds_moe_lb
 from ds_moe_lb.data.batches import BatchPlan, check_sequence_length, training_micro_batches
@@ -112,14 +113,14 @@ class Trainer:
         step = self.step
         self._seed_step(step)
         sums = torch.zeros(3, dtype=torch.float64, device=self.engine.device)  # loss, l_aux, stop
-        for tokens in training_micro_batches(
+        micro_batches = training_micro_batches(
             self.task.corpus,
             self.plan,
             step=step,
             dp_rank=dist.get_rank(),
             weights_D=None if self._domain_weights is None else self._domain_weights.weights_D,
-        ):
-            tokens = tokens.to(self.engine.device)
+        )
+        for tokens in self._window(tokens.to(self.engine.device) for tokens in micro_batches):
             output = self.engine(tokens[:, :-1])
             lm_loss = language_model_loss(output.logits_BSV, tokens[:, 1:])
             self.engine.backward(lm_loss + self._aux_loss_coeff * output.l_aux)
@@ -131,12 +132,12 @@ class Trainer:
         if self.plan.dp_world_size > 1:
             dist.all_reduce(sums, group=dist.get_world_group())
         total_lm, total_aux, stop_votes = sums.tolist()
-        micro_batches = self.plan.gradient_accumulation_steps * self.plan.dp_world_size
+        number = self.plan.gradient_accumulation_steps * self.plan.dp_world_size
         seconds = time.perf_counter() - started
         record = {
             "step": self.step,
-            "lm_loss": total_lm / micro_batches,
-            "l_aux": total_aux / micro_batches,
+            "lm_loss": total_lm / number,
+            "l_aux": total_aux / number,
             "tokens_per_second": self.plan.global_batch_size * self.plan.sequence_length / seconds,
             "seconds": seconds,
             **self._balance(),
@@ -145,6 +146,16 @@ class Trainer:
         self.folder.append_history(record)
         progress.update(self.step, record)
         return stop_votes > 0
+
+    def _window(self, micro_batches: Iterable[Tensor]) -> Iterable[Tensor]:
+        """The micro-batches of one step, counted first where the estimate wants it."""
+        balancer = self.engine.load_balancer
+        if balancer is None:
+            return micro_batches
+        window: Iterable[Tensor] = balancer.window(
+            iter(micro_batches), lambda tokens: self.engine(tokens[:, :-1])
+        )
+        return window
 
     def _seed_step(self, step: int) -> None:
         """Make all draws of a step a function of seed, step and rank, so that resuming is exact."""

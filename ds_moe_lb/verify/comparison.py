@@ -68,6 +68,7 @@ def compare(
             previous=None if previous is None else _layer_window(previous, layer),
             groups=layout.groups(ep_size=ep_size),
             top_k=layout.top_k,
+            micro_batch_weight=layout.section.micro_batch_weight,
         )
         place = f"{where}, layer {layer}"
         _compare_counts(verdict, records, layer, expected, place)

@@ -20,7 +20,7 @@ _KEPT = (
     "gradient_predivide_factor",
 )
 # Parts of the loss that the reference leaves out; they are switched off.
-_NOT_COVERED = ("micro_batch_weight", "z_loss_coeff", "bias_update_rate", "schedule")
+_NOT_COVERED = ("z_loss_coeff", "bias_update_rate", "schedule")
 # Scaled gradients of the small model must stay below 65504, also summed over a few ranks, and well
 # above fp16's 6e-8.
 _MAX_SCALE_POWER = 12
@@ -95,12 +95,13 @@ class Layout:
 
     def describe(self) -> str:
         """One line for the head of the table."""
-        coefficient = self.section.aux_loss_coeff
+        coefficient, hybrid = self.section.aux_loss_coeff, self.section.micro_batch_weight
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return (
             f"{ranks}, ep_size {self.ep_size}, ZeRO {self.zero_stage}, "
             f"gradient_accumulation_steps {self.gas}, k {self.top_k}, {self.precision}, "
             f"f {self.estimate} over {self.section.sync_group}, "
+            + (f"micro_batch_weight {hybrid:g}, " if hybrid else "")
             + ("l_aux" if coefficient is None else f"aux_loss_coeff {coefficient:g}")
         )
 
@@ -133,6 +134,10 @@ def make_layout(
     if _enabled(config, "torch_autocast") or _enabled(config, "amp"):
         raise ValueError("--config: torch_autocast and amp are not covered by verify")
     kept = {key: _without_auto(config[key]) for key in _KEPT if key in config}
+    if section.scope == "sequence":
+        raise ValueError(
+            "--config: moe_load_balancing.scope is 'sequence', which verify does not cover"
+        )
     zero_stage = kept.get("zero_optimization", {}).get("stage", 0)
     if zero_stage == 3:
         raise ValueError(

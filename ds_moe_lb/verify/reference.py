@@ -106,6 +106,7 @@ def balance(
     previous: LayerWindow | None,
     groups: Sequence[Sequence[int]],
     top_k: int,
+    micro_batch_weight: float = 0.0,
 ) -> Expected:
     """Counts, loss and gradient of one layer over one window.
 
@@ -113,10 +114,12 @@ def balance(
         window: the window.
         estimate: where f is taken from: 'running' (micro-steps 1..m of this window), 'boundary'
             (``previous``; None yet: 'running'), 'carry' (both, G and G - m times; likewise),
-            'micro_batch' (the rank's own micro-batch) or 'none' (no loss).
+            'exact' (this whole window), 'micro_batch' (the rank's own micro-batch) or 'none' (no
+            loss).
         previous: the last complete window.
         groups: the ranks that share counts, a partition of all ranks.
         top_k: K.
+        micro_batch_weight: of the same loss with the micro-batch's own f, added to it.
     """
     num_ranks, num_steps, num_experts = window.num_ranks, len(window.calls), len(window.weight_EM)
     everyone, all_steps = range(num_ranks), range(num_steps)
@@ -129,12 +132,17 @@ def balance(
             counts_E, weight = _balance_batch(
                 window, m, rank, group, estimate=estimate, previous=previous, top_k=top_k
             )
-            f_E = counts_E.double() / max(int(counts_E.sum()), 1)
+            # w f, the factor of a token's probabilities in the loss
+            wf_E = weight * counts_E.double() / max(int(counts_E.sum()), 1)
+            if micro_batch_weight:
+                own_E = window.counts_of([rank], [m])
+                own = micro_batch_weight * _per_token(1, own_E, top_k)
+                wf_E = wf_E + own * own_E.double() / max(int(own_E.sum()), 1)
             call = window.calls[m][rank]
             probs_TE = window.probs(call)
-            mean_f_T1 = probs_TE @ f_E.unsqueeze(1)
-            shares[m].append(float(weight * num_experts * mean_f_T1.sum()))
-            slope_TE = weight * num_experts * probs_TE * (f_E - mean_f_T1)
+            mean_T1 = probs_TE @ wf_E.unsqueeze(1)
+            shares[m].append(float(num_experts * mean_T1.sum()))
+            slope_TE = num_experts * probs_TE * (wf_E - mean_T1)
             part_EM = slope_TE.T @ call.x_TM[call.valid_T] / (num_ranks * num_steps)
             grad_EM += part_EM
             magnitude_EM += part_EM.abs()
@@ -173,6 +181,9 @@ def _balance_batch(
     if estimate == "micro_batch":
         own_E = window.counts_of([rank], [m])
         return own_E, _per_token(1, own_E, top_k)
+    if estimate == "exact":
+        whole_E = window.counts_of(group, range(num_steps))
+        return whole_E, _per_token(len(group) * num_steps, whole_E, top_k)
     if estimate not in ("running", "boundary", "carry"):
         raise ValueError(f"the reference does not know estimate {estimate!r}")
     if estimate == "running" or previous is None:

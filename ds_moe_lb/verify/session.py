@@ -97,8 +97,13 @@ class Session:
         weights = [gate.wg.weight.detach().double().cpu() for gate in gates]
         l_aux: list[list[float]] = [[] for _ in gates]
         counts, grads = [], []
-        for micro_step in range(self.gas):
-            batch = self._batch(number, micro_step, is_padded=mask_by is not None)
+        batches = [self._batch(number, m, is_padded=mask_by is not None) for m in range(self.gas)]
+
+        def count(batch: Batch) -> None:
+            self._forward(batch, mask_by=mask_by, is_recorded=False)
+
+        counted = self.engine.load_balancer.window(batches, count)
+        for micro_step, batch in enumerate(counted):
             between()
             main_loss, losses = self._forward(batch, mask_by=mask_by)
             for layer, loss in enumerate(losses):
@@ -140,7 +145,9 @@ class Session:
         self._recorder.remove()
         self.engine.destroy()
 
-    def _forward(self, batch: Batch, *, mask_by: str | None) -> tuple[Tensor, list[Tensor]]:
+    def _forward(
+        self, batch: Batch, *, mask_by: str | None, is_recorded: bool = True
+    ) -> tuple[Tensor, list[Tensor]]:
         valid_mask_BS = batch.valid_mask_BS
         used_token: Tensor | None = None
         masking: AbstractContextManager[None] = nullcontext()
@@ -152,7 +159,10 @@ class Session:
         counted_BS = torch.ones(batch.x_BSM.shape[:2], dtype=torch.bool)
         if valid_mask_BS is not None and self.layout.section.valid_tokens != "all":
             counted_BS = valid_mask_BS
-        with masking, self._recorder.recording(counted_BS.reshape(-1)):
+        recording: AbstractContextManager[None] = nullcontext()
+        if is_recorded:
+            recording = self._recorder.recording(counted_BS.reshape(-1))
+        with masking, recording:
             main_loss, losses = self.engine(self._to_device(batch.x_BSM), used_token)
         return main_loss, losses
 
