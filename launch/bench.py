@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # ranks inherit it
 
 from launch.benchmark.ranks import choose_device, run_ranks  # noqa: E402
-from launch.benchmark.shape import FACTORS, PLAIN, Shape, shapes_of  # noqa: E402
+from launch.benchmark.shape import ESTIMATES, FACTORS, PLAIN, Shape, shapes_of  # noqa: E402
 from launch.benchmark.tables import all_tables, varied  # noqa: E402
 
 
@@ -68,10 +68,11 @@ def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dic
         delays_ms=options.delay_ms if is_base else (),
         memory_tokens=(shape.tokens // 4, shape.tokens) if is_base else (),
         seed=options.seed,
+        estimates=options.estimates,
     )
     result: dict[str, Any] = run_ranks(steps.measure, shape.ranks, shape, plan)
     if is_base:
-        arguments = (shape, options.gate_blocks, options.seconds, options.seed)
+        arguments = (shape, options.gate_blocks, options.seconds, options.seed, options.estimates)
         alone = run_ranks(gates.measure, 1, *arguments)
         result |= {key: alone[key] for key in ("gate_wall_s", "gate_cpu_s")}
     return result
@@ -88,7 +89,7 @@ def _measure_peers(base: Shape, options: argparse.Namespace) -> dict[str, Any]:
         "megatron-core": run_ranks(peers.measure_megatron, base.ranks, base, *arguments),
     }
     if "not_run" not in measured["megatron-core"]:  # ours on the same ranks, to lay beside it
-        ours = run_ranks(gates.measure, base.ranks, base, *arguments)
+        ours = run_ranks(gates.measure, base.ranks, base, *arguments, options.estimates)
         measured["DeepSpeed"] = {
             "version": version("deepspeed"),
             "baseline": PLAIN.name,
@@ -164,6 +165,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=_delays,
         default=(0.0,),
         help="comma-separated: count reductions take at least so long",
+    )
+    parser.add_argument(
+        "--estimates",
+        type=lambda text: tuple(text.split(",")),
+        default=ESTIMATES,
+        help="comma-separated, for a shorter run",
     )
     parser.add_argument("--no-peers", action="store_true", help="leave other frameworks out")
     parser.add_argument("--seed", type=int, default=1, help="of the order inside blocks")

@@ -9,7 +9,7 @@ Shape legend: T tokens, M width, K choices.
 import gc
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -68,11 +68,13 @@ def _gate_only(layer: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
     return forward
 
 
-def measure(shape: Shape, blocks: int, seconds: float, seed: int) -> dict[str, Any]:
+def measure(
+    shape: Shape, blocks: int, seconds: float, seed: int, estimates: Sequence[str]
+) -> dict[str, Any]:
     """Wall and processor seconds of one micro-step's gates for every variant, block by block."""
     shape = replace(shape, ranks=1)  # no expert parallelism: no layer gets as far as its experts
     engine = make_engine(Gates(shape), shape, zero_stage=0)
-    variants, refused = accepted(engine, plugin_variants())
+    variants, refused = accepted(engine, plugin_variants(estimates))
     variants = [PLAIN, AGAIN, *variants]
     x_TM = torch.randn(shape.tokens, shape.model_dim, device=engine.device)
     gc.freeze()

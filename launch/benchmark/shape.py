@@ -3,7 +3,7 @@
 Shape legend: B sequences, S tokens each, T = B S tokens of a micro-step on one rank, M width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,11 +83,11 @@ AGAIN = Variant("plain DeepSpeed again")
 ESTIMATES = ("running", "boundary", "carry", "exact")
 
 
-def plugin_variants() -> list[Variant]:
-    """Every estimate in both ways of adding the loss, and the default with its reports."""
+def plugin_variants(estimates: Sequence[str]) -> list[Variant]:
+    """These estimates in both ways of adding the loss, and the default with its reports."""
     quiet = {"enabled": False}
     variants = []
-    for estimate in ESTIMATES:
+    for estimate in estimates:
         section = {"estimate": estimate, "monitor": quiet}
         variants.append(Variant(f"{estimate}, l_aux", section))
         variants.append(

@@ -3,7 +3,7 @@
 import gc
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -23,6 +23,7 @@ from launch.benchmark.ranks import any_rank, say
 from launch.benchmark.shape import (
     AGAIN,
     COEFFICIENT,
+    ESTIMATES,
     PLAIN,
     Shape,
     Variant,
@@ -48,6 +49,7 @@ class Plan:
         waits: windows over which an exposed time is the median.
         memory_tokens: tokens per micro-step at which memory is counted.
         seed: of the order.
+        estimates: of the plugin.
     """
 
     blocks: int = 30
@@ -56,17 +58,18 @@ class Plan:
     waits: int = 3
     memory_tokens: tuple[int, ...] = ()
     seed: int = 1
+    estimates: tuple[str, ...] = ESTIMATES
 
 
 class Bench:
     """One engine, on which the plugin comes and goes."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, estimates: Sequence[str] = ESTIMATES) -> None:
         self.shape = shape
         self.engine = make_engine(make_model(shape), shape)
         self.small = self.batches(WARM_UP_TOKENS)
         self.full = self.batches(shape.tokens)
-        plugin, self.refused = accepted(self.engine, plugin_variants())
+        plugin, self.refused = accepted(self.engine, plugin_variants(estimates))
         self.variants = [PLAIN, AGAIN, *plugin]
         gc.freeze()  # what is there now is there for good: collecting later takes no time
 
@@ -171,7 +174,7 @@ def _meet() -> None:
 
 def measure(shape: Shape, plan: Plan) -> dict[str, Any]:
     """Everything about whole steps of one shape. Collective; plain data for JSON."""
-    bench = Bench(shape)
+    bench = Bench(shape, plan.estimates)
     for name, reason in bench.refused.items():
         say(f"  not run: {name}: {reason}")
     bench.window(PLAIN, bench.full)  # what happens only once is over then
