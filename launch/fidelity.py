@@ -269,11 +269,18 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             )
         panel.set(xscale="log", yscale="log", xlabel="accumulation steps G", title=title)
         panel.set_xticks(sorted({row["G"] for row in rows}))
+        panel.set_yticks([0.2, 0.5, 1.0, 2.0])
         panel.xaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.minorticks_off()
         panel.grid(color="#d9dde2", linewidth=0.6)
     panels[0].set_ylabel("error of the router's gradient\nagainst the exact global batch")
-    panels[0].legend(frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(ESTIMATES),
+        frameon=False,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -7,23 +7,31 @@ from collections import defaultdict
 import deepspeed
 import deepspeed.comm as dist
 import deepspeed.ops
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-
-from ds_moe_lb.training.free_port import free_port
 
 _LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def join() -> None:
     """Initialise DeepSpeed's process group; alone when no launcher started this process."""
-    if not any(name in os.environ for name in _LAUNCHER_VARIABLES):
+    is_alone = not any(name in os.environ for name in _LAUNCHER_VARIABLES)
+    if is_alone:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone, MASTER_PORT=str(free_port()))
+        os.environ.update(alone, MASTER_PORT="0")
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed would compile a shared-memory op under a lock that a killed rank leaves behind
         # for ever. It serves inference only; this private table is where DeepSpeed looks it up.
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # 0.19.0 indexes, later ones use .get
+    if is_alone:
+        # A port that is free now may be taken a moment later, and nobody has to be met.
+        torch.distributed.init_process_group(
+            get_accelerator().communication_backend_name(),
+            store=torch.distributed.HashStore(),
+            rank=0,
+            world_size=1,
+        )
     # Under mpirun DeepSpeed overwrites MASTER_PORT with this argument, so that two jobs on one host
     # would meet at its default.
     port = int(os.environ.get("MASTER_PORT", TORCH_DISTRIBUTED_DEFAULT_PORT))
