@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from deepspeed.utils import log_dist
+from deepspeed.utils.logging import print_dist
 from torch import Tensor
 
 from ds_moe_lb import _compat
@@ -290,7 +290,7 @@ class LoadBalancer:
         if policy is not self.policy:
             self.policy = policy
             now = policy.describe()
-            log_dist(f"moe_load_balancing: from step {self._first_step} on {now}", ranks=[0])
+            print_dist(f"moe_load_balancing: from step {self._first_step} on {now}", ranks=[0])
         self._first_skipped: int = self.engine.skipped_steps
         self.balance.start_window(gas=self.engine.gradient_accumulation_steps(), policy=self.policy)
         self.monitor.begin_window(next_step=self._first_step + 1, uses_loss=self.policy.uses_loss)

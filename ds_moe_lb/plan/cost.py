@@ -93,7 +93,8 @@ def memory_bytes(
     """Tensors that the plugin holds on a rank at the end of a window; independent of tokens.
 
     For F = L E counts: the window so far and where each count stands in the messages (40 F bytes);
-    for `boundary` and `carry` the last window and its slopes (12 F); with reports their sums and
+    for `boundary` and `carry` the last window and its slopes (12 F), for `exact` what was counted
+    before, here and in all, and its slopes (20 F); with reports their sums and
     the last load (16 F). Besides, of each micro-step whose calls are remembered: its counts (24 F)
     and slopes (4 F), with reports its sums (4 F), and the message of each layer's own reduction (8
     F). Calls are remembered until the plugin has seen their backward, which it does where it adds
@@ -111,9 +112,11 @@ def memory_bytes(
     keeps_previous = mechanism != "none" and estimate in ("boundary", "carry")
     per_window = 40 * f + 80 * num_layers
     per_window += 12 * f if keeps_previous else 0
+    is_exact = mechanism != "none" and estimate == "exact"
+    per_window += 20 * f if is_exact else 0
     per_window += 16 * f + 32 * num_layers if reports else 0
     per_micro_step = 24 * f + (4 * f + 8 * num_layers if reports else 0)
-    per_micro_step += 0 if estimate == "boundary" and keeps_previous else 4 * f
+    per_micro_step += 0 if is_exact or (estimate == "boundary" and keeps_previous) else 4 * f
     if mechanism == "l_aux" and estimate in ("running", "carry"):
         per_micro_step += 8 * (f + HEADER * num_layers)
     remembered = 1 if mechanism == "injected" else min(gas, MAX_RECORDS)

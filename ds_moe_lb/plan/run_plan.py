@@ -31,7 +31,9 @@ class Plan:
     @property
     def mechanism(self) -> str:
         """How the section adds a loss over the global batch; "none" where it does not."""
-        if self.config.scope != "global_batch" or self.config.aux_loss_coeff == 0:
+        config = self.config
+        adds_nothing = config.aux_loss_coeff == 0 and not config.z_loss_coeff
+        if config.scope != "global_batch" or adds_nothing:
             return "none"
         return "l_aux" if self.config.aux_loss_coeff is None else "injected"
 
@@ -49,7 +51,11 @@ class Plan:
     def own_traffic(self) -> cost.Traffic:
         """Collectives of a step with the section as it is."""
         if self.mechanism == "none":
-            return cost.Traffic(collectives=0, message_bytes=0)
+            if not self.config.bias_update_rate:
+                return cost.Traffic(collectives=0, message_bytes=0)
+            # The counts of a whole window, as with `boundary`.
+            group_size = self.world.group_size("data_parallel")
+            return self.traffic(estimate="boundary", mechanism="none", group_size=group_size)
         return self.traffic(
             estimate=self.config.estimate,
             mechanism=self.mechanism,
