@@ -25,7 +25,7 @@ LAST_STAGE = {2: 8}
 
 @dataclass(frozen=True)
 class Case:
-    """One engine; two windows."""
+    """One engine; two windows. `terms` are further keys of the section."""
 
     zero_stage: int = 0
     estimate: str = "running"
@@ -33,6 +33,7 @@ class Case:
     loss_scale: int = 1
     sync_group: str = "data_parallel"
     bf16: bool = False
+    terms: tuple[tuple[str, Any], ...] = ()
 
     @property
     def section(self) -> dict[str, Any]:
@@ -42,7 +43,7 @@ class Case:
     @property
     def explicit_section(self) -> dict[str, Any]:
         """That of a script which adds `l_aux` itself."""
-        return {"estimate": self.estimate, "sync_group": self.sync_group}
+        return {"estimate": self.estimate, "sync_group": self.sync_group, **dict(self.terms)}
 
 
 def cannot_step(moe_on: dict[int, int], zero_stage: int) -> str | None:

@@ -54,6 +54,8 @@ CASES = [
     Case(zero_stage=1, checkpointing="non_reentrant", loss_scale=1024),
     Case(zero_stage=1, checkpointing="reentrant"),
     Case(zero_stage=1, estimate="boundary"),
+    Case(zero_stage=1, estimate="carry", terms=(("micro_batch_weight", 0.3),)),
+    Case(terms=(("scope", "sequence"), ("bias_update_rate", 0.05))),
 ]
 
 
