@@ -148,25 +148,31 @@ def _compare(
     assert ours.report == pytest.approx(expected.report, rel=rel)
 
 
+EXACT = {"estimate": "exact", "aux_loss_coeff": COEFF}
+
+
 def _check_scope_none():
-    models = [make_pipeline(EVERY_STAGE, 2) for _ in range(3)]
+    models = [make_pipeline(EVERY_STAGE, 2) for _ in range(4)]
     case = Case(zero_stage=1)
     plain = run_pipeline(models[0], EVERY_STAGE, case, None)
     measured = run_pipeline(models[1], EVERY_STAGE, case, {"scope": "none"})
-    try:
-        run_pipeline(models[2], EVERY_STAGE, case, {})
-    except ValueError as error:
-        return plain, measured, str(error)
+    refused = []
+    for model, section in zip(models[2:], ({}, EXACT), strict=True):
+        with pytest.raises(ValueError) as caught:
+            run_pipeline(model, EVERY_STAGE, case, section)
+        refused.append(str(caught.value))
+    return plain, measured, refused
 
 
-def test_scope_none_measures_only_and_a_missing_coefficient_is_refused():
-    for plain, measured, message in run_ranks(_check_scope_none, 4):
+def test_scope_none_measures_only_and_what_a_pipeline_cannot_do_is_refused():
+    for plain, measured, (message, of_exact) in run_ranks(_check_scope_none, 4):
         assert measured.losses == plain.losses
         for ours, theirs in zip(measured.grads, plain.grads, strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert measured.report["valid_tokens/layer_01"] == 2 * GAS * 2 * 5
         assert "moe_load_balancing.aux_loss_coeff: got None" in message
         assert "PipelineEngine" in message
+        assert "estimate: got 'exact', but PipelineEngine fetches its batches itself" in of_exact
 
 
 def _check_resume(folder, moe_on, case):

@@ -92,7 +92,7 @@ def recompute_counts_again() -> Iterator[None]:
         if _in_backward():
             where = self.balancer.layout.count_slices[self.layer.index]
             for counts_F in (self.balancer.balance.window.local_F, _global_counts(self.balancer)):
-                counts_F[where] += call.counts_E
+                counts_F[where] += call.counts
         return call
 
     with mock.patch.object(Router, "open_call", open_call):
