@@ -16,7 +16,7 @@ from ds_moe_lb.announce import announce
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.coefficients import layer_coefficients
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
-from ds_moe_lb.counts import CountLayout, RouterLayer
+from ds_moe_lb.construction import build_balancer
 from ds_moe_lb.discovery import (
     find_own_loss,
     find_sites,
@@ -25,18 +25,9 @@ from ds_moe_lb.discovery import (
     refuse_unsupported,
 )
 from ds_moe_lb.of_model import remember
-from ds_moe_lb.policy import Policies, make_policy
-from ds_moe_lb.process_groups import (
-    CountGroup,
-    GroupFactory,
-    data_parallel_ranks,
-    expert_group_ranks,
-    model_groups,
-    pipeline_ranks,
-)
+from ds_moe_lb.policy import make_policy
 from ds_moe_lb.router import Router
 from ds_moe_lb.sites import RouterSite
-from ds_moe_lb.sync import CountReducer, ModelPlace, compare_signatures, place_among_stages
 
 if TYPE_CHECKING:
     from ds_moe_lb.adapters.transformers import OwnLoss
@@ -125,7 +116,7 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
         (step, make_policy(state, layer_coefficients(state, sites, own_loss)))
         for step, state in states
     ]
-    balancer = _build(engine, settings, sites, policies)
+    balancer = build_balancer(engine, settings, sites, policies)
     replaced = own_loss if any(x.coefficients is not None for _, x in policies) else None
     _Installation(engine, balancer, sites, replaced).apply()
     if dist.get_rank() == 0:
@@ -138,65 +129,6 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
 def _leave_off(engine: Any) -> None:
     engine.load_balancer = None
     checkpoints.hide_state(engine)
-
-
-def _build(
-    engine: Any,
-    config: LoadBalancingConfig,
-    sites: Sequence[RouterSite],
-    policies: Policies,
-) -> LoadBalancer:
-    layers = [
-        RouterLayer(index, site.name, site.num_experts, site.top_k)
-        for index, site in enumerate(sites)
-    ]
-    factory = GroupFactory(model_groups(engine))
-    everyone = factory.create(data_parallel_ranks(engine), replicas=engine.sequence_parallel_size)
-    # Before the groups of single layers, which differ in number from stage to stage.
-    is_pipeline = isinstance(engine, PipelineEngine)
-    pipe_group = factory.create(pipeline_ranks(engine)) if is_pipeline else None
-    signature = {
-        "layers": [(x.name, x.num_experts, x.top_k) for x in layers],
-        "config": config.model_dump(),
-        "coefficients": [policy.coefficients for _, policy in policies],
-    }
-    compare_signatures(signature, count_group=everyone)
-    groups: list[CountGroup] = [
-        everyone
-        if config.sync_group == "data_parallel"
-        else factory.create(
-            _expert_ranks(site, kind=config.sync_group),
-            replicas=engine.sequence_parallel_size,
-        )
-        for site in sites
-    ]
-    layout = CountLayout(layers, torch.device(engine.device))
-    place = ModelPlace(layout, slice(0, layout.num_counts), slice(0, len(layers)))
-    if pipe_group is not None:
-        place = place_among_stages(layout, pipe_group=pipe_group)
-        if not place.layout.layers:
-            raise ValueError(
-                f"{SECTION}: no stage of the pipeline has deepspeed.moe.layer.MoE layers, so there "
-                f"is nothing to balance; remove the section or use MoE layers"
-            )
-    return LoadBalancer(
-        engine,
-        config,
-        layout=layout,
-        reducer=CountReducer(layout, groups),
-        place=place,
-        report_group=everyone,
-        policies=policies,
-    )
-
-
-def _expert_ranks(site: RouterSite, *, kind: str) -> list[int]:
-    if site.expert_group_name is None:
-        raise ValueError(
-            f"{SECTION}.sync_group: got {kind!r}, but every rank holds all experts of layer "
-            f"{site.name!r}, so it has no expert groups; use 'data_parallel'"
-        )
-    return expert_group_ranks(site.expert_group_name, kind=kind)
 
 
 class _Installation:
