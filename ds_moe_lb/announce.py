@@ -79,8 +79,9 @@ def _weights(balancer: LoadBalancer, replaced: "OwnLoss") -> str:
 
 def _collectives_per_step(balancer: LoadBalancer, gas: int) -> int:
     reducer, reduction = balancer.balance.reducer, balancer.policy.reduction
-    if reduction == "none":
-        return 0
+    if reduction == "none":  # only the bias asks for the window's counts then
+        needs_counts = balancer.policy.config.bias_update_rate > 0
+        return reducer.num_collectives_per_message if needs_counts else 0
     if balancer.policy.estimate in ("boundary", "exact"):
         return reducer.num_collectives_per_message
     if reduction == "after_forward":

@@ -154,9 +154,8 @@ def count_selections(
     weight_TK = torch.ones_like(at_TK)
     if valid_mask_T is not None:
         weight_TK = valid_mask_T.to(torch.int64).unsqueeze(1).expand_as(at_TK)
-    counts = torch.zeros(
-        (num_rows or 1) * num_experts, dtype=torch.int64, device=selected_TK.device
-    )
+    num_counts = num_experts * (1 if num_rows is None else num_rows)
+    counts = torch.zeros(num_counts, dtype=torch.int64, device=selected_TK.device)
     counts.scatter_add_(0, at_TK.reshape(-1), weight_TK.reshape(-1))
     return counts if num_rows is None else counts.view(num_rows, num_experts)
 

@@ -26,6 +26,8 @@ def test_selections_are_counted_per_sequence():
     assert rows.tolist() == [[2, 1, 1], [1, 0, 1]]
     empty = count_selections(selected[:0], num_experts=3, num_rows=2)
     assert empty.tolist() == [[0, 0, 0], [0, 0, 0]]
+    no_sequence = count_selections(selected[:0], num_experts=3, num_rows=0)
+    assert no_sequence.shape == (0, 3)
 
 
 def test_sums_and_maxima_per_layer(layout):

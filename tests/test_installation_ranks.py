@@ -82,6 +82,7 @@ def _check_announcement(section, gas):
         ({"estimate": "boundary"}, 1),
         ({"estimate": "boundary", "aux_loss_coeff": 0.1}, 1),
         ({"aux_loss_coeff": 0.0}, 0),
+        ({"aux_loss_coeff": 0.0, "bias_update_rate": 0.1}, 1),
     ],
 )
 def test_one_line_on_rank_0_states_what_was_installed(section, collectives):
@@ -112,6 +113,7 @@ def _check_counted_collectives(section, gas):
         ({"estimate": "boundary"}, 1),
         ({"estimate": "boundary", "aux_loss_coeff": 0.1}, 1),
         ({"aux_loss_coeff": 0.0}, 0),
+        ({"aux_loss_coeff": 0.0, "bias_update_rate": 0.1}, 1),
         ({"scope": "micro_batch"}, 0),
         ({"scope": "none"}, 0),
     ],

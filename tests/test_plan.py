@@ -401,6 +401,11 @@ def test_each_warning(arguments, text):
     assert len([line for line in found if text in line]) == 1, found
 
 
+@pytest.mark.parametrize("term", [{"z_loss_coeff": 0.1}, {"bias_update_rate": 0.001}])
+def test_other_terms_without_the_loss_are_not_said_to_do_nothing(term):
+    assert not any("adds nothing" in line for line in _warnings({"aux_loss_coeff": 0} | term))
+
+
 def test_a_model_that_has_its_own_term_on_is_not_said_to_ignore_it():
     found = _warnings(
         section={"estimate": "running"},

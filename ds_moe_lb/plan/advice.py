@@ -55,6 +55,8 @@ def _coefficient(facts: MoeFacts, config: LoadBalancingConfig) -> list[str]:
     coefficient, key = facts.coefficient, facts.coefficient_key
     if config.scope == "none":
         return ["scope none only measures: no loss of ours, and l_aux stays DeepSpeed's"]
+    if config.aux_loss_coeff == 0 and (config.z_loss_coeff or config.bias_update_rate):
+        return []
     if config.aux_loss_coeff == 0:
         return ["aux_loss_coeff 0 adds nothing: metrics only"]
     if config.aux_loss_coeff is not None:

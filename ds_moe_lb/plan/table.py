@@ -58,6 +58,8 @@ def _world_line(plan: Plan) -> str:
 def _own_lines(plan: Plan) -> list[str]:
     config, facts, traffic = plan.config, plan.facts, plan.own_traffic()
     how = "loss as l_aux" if config.aux_loss_coeff is None else "loss added by the plugin"
+    if config.aux_loss_coeff == 0 and not config.z_loss_coeff:
+        how = "no loss" + (", selection bias" if config.bias_update_rate else "")
     reports = cost.report_traffic(
         num_layers=facts.num_moe_layers,
         num_experts=facts.num_experts,
