@@ -12,7 +12,7 @@ from unittest import mock
 import deepspeed.comm as dist
 import torch
 
-from ds_moe_lb import _compat, installation
+from ds_moe_lb import _compat, construction
 from ds_moe_lb.balancer import LoadBalancer
 from ds_moe_lb.counts import CountLayout
 from ds_moe_lb.estimates import BalanceCounts
@@ -178,14 +178,14 @@ def resume_keeps_old_counts() -> Iterator[None]:
 @_fault
 def own_rank_only() -> Iterator[None]:
     """Counts are summed over the wrong group: each rank alone."""
-    with mock.patch.object(installation, "data_parallel_ranks", lambda engine: [dist.get_rank()]):
+    with mock.patch.object(construction, "data_parallel_ranks", lambda engine: [dist.get_rank()]):
         yield
 
 
 @_fault
 def expert_groups_swapped() -> Iterator[None]:
     """Counts are summed over the other of the two expert groups."""
-    original = installation.expert_group_ranks
+    original = construction.expert_group_ranks
     other = {
         "expert_parallel": "expert_data_parallel",
         "expert_data_parallel": "expert_parallel",
@@ -194,7 +194,7 @@ def expert_groups_swapped() -> Iterator[None]:
     def swapped(name: str, *args: Any, kind: str, **kwargs: Any) -> Any:
         return original(name, *args, kind=other[kind], **kwargs)
 
-    with mock.patch.object(installation, "expert_group_ranks", swapped):
+    with mock.patch.object(construction, "expert_group_ranks", swapped):
         yield
 
 
