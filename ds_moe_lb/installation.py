@@ -1,5 +1,6 @@
 """Switching the plugin on and off: the only file that changes an engine."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -162,20 +163,25 @@ class _Installation:
             if any(state.scope == "sequence" for _, state in states):
                 self._handles.append(site.watch_sequences())
 
+        # A deep copy of the model takes the hooks along, and is nothing of the engine's.
         def before_forward(module: torch.nn.Module, args: Any) -> None:
-            balancer.before_forward(training=module.training)
+            if module is root:
+                balancer.before_forward(training=module.training)
 
         def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-            balancer.after_forward()
+            if module is root:
+                balancer.after_forward()
 
         self._handles.append(root.register_forward_pre_hook(before_forward))
         for model, has_routers in input_models(root, self._sites):
             self._handles.append(InputReader(model, balancer, reads_attention_mask=has_routers))
         if self._replaced_loss is not None:
-            self._handles.append(OwnLossSwitch(self._replaced_loss.model, balancer))
+            for own_model in self._replaced_loss.models:
+                self._handles.append(OwnLossSwitch(own_model, balancer))
 
         def leave_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-            balancer.leave_forward()
+            if module is root:
+                balancer.leave_forward()
 
         self._handles.append(root.register_forward_hook(after_forward))
         self._handles.append(root.register_forward_hook(leave_forward, always_call=True))
@@ -216,6 +222,7 @@ class _Installation:
     def _wrap(self, name: str, method: Callable[..., Any]) -> None:
         original = getattr(self._engine, name)
 
+        @functools.wraps(original)  # Trainer asks save_checkpoint for its parameters
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if self._engine.__dict__.get("load_balancer") is not self._balancer:
                 return original(*args, **kwargs)

@@ -42,6 +42,9 @@ class Router:
         self._counted: deque[CallRecord] = deque(maxlen=_MAX_RECORDS)
         self._uncounted: deque[CallRecord] = deque(maxlen=_MAX_UNCOUNTED)
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the model is nobody's: its gates find None and are their parents."""
+
     @property
     def is_trainable(self) -> bool:
         """Whether the router takes a gradient at all."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from ds_moe_lb import _compat
 from ds_moe_lb.adapters.model_inputs import token_mask_of
@@ -98,6 +99,15 @@ def test_a_router_that_cannot_be_read_is_named_with_the_reason() -> None:
         read_router(_UnknownRouter(None), model.config, name="x.gate")
 
 
+def test_a_family_that_cannot_be_balanced_is_named_with_the_reason() -> None:
+    config = transformers.Ernie4_5_VLMoeConfig()
+    config.text_config.num_hidden_layers = config.vision_config.depth = 2
+    with torch.device("meta"):
+        model = transformers.Ernie4_5_VLMoeForConditionalGeneration(config)
+    with pytest.raises(ValueError, match=r"Ernie4_5_VLMoeMoeBlock\) cannot be balanced: its text"):
+        find_transformers_sites(list(model.named_modules()))
+
+
 def _own(model: torch.nn.Module, **section: object) -> list[float] | None:
     sites = find_transformers_sites(list(model.named_modules()))
     return layer_coefficients(parse_section(section), sites, find_own_loss(model))
@@ -111,6 +121,14 @@ def test_the_models_own_coefficient_becomes_k_over_layers_of_it_in_each_layer() 
     assert _own(deeper) == pytest.approx([0.01] * 4)
     assert _own(deeper, aux_loss_coeff=0.5) == [0.5] * 4
     assert _own(deeper, scope="none") is None
+
+
+def test_the_own_coefficients_of_several_models_are_not_taken_over() -> None:
+    on = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    both = torch.nn.ModuleList([make_model("qwen3_moe", **on), make_model("mixtral", **on)])
+    with pytest.raises(ValueError, match=r"got None.*\(Qwen3MoeForCausalLM, MixtralForCausalLM\)"):
+        _own(both)
+    assert _own(both, aux_loss_coeff=0.5) == [0.5] * 4
 
 
 @pytest.mark.parametrize(

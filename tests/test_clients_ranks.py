@@ -1,9 +1,12 @@
 """What scripts do with a transformers model round its training, and what it must not change."""
 
+import copy
+import inspect
 import logging
 from dataclasses import replace
 from typing import Any
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -138,6 +141,79 @@ def test_frozen_routers_are_measured_and_named_in_one_warning() -> None:
     assert metrics["lbl_global_batch"] > 0.0
 
 
+def _counts_behind_a_prefix(run: Run) -> tuple[list[int], int]:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    prefix = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = get_peft_model(make_model(run.family), prefix)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = ds_moe_lb.initialize(model=model, model_parameters=trained, config=run.config())[0]
+    inputs = make_inputs(run, window=0, micro_step=0)
+    forward(run, engine, inputs)
+    counts = engine.load_balancer.counts().values()
+    return [int(n.sum()) for n in counts], int(inputs["valid"].sum())
+
+
+def test_the_columns_of_a_learned_prefix_are_no_tokens() -> None:
+    pytest.importorskip("peft")
+    for counted, num_valid in run_ranks(_counts_behind_a_prefix, 2, BASE):
+        assert counted == [2 * num_valid] * 2  # k = 2, two layers
+
+
+def _router_gradients(run: Run, lora: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Gradients of the first window at what peft trains of the routers, and the first factors."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(7)
+    model = make_model(run.family)
+    torch.manual_seed(8)
+    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], **lora))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    config = run.config()
+    engine = ds_moe_lb.initialize(
+        model=model, model_parameters=list(trained.values()), config=config
+    )[0]
+    for micro_step in range(run.gradient_accumulation_steps):
+        inputs = make_inputs(run, window=0, micro_step=micro_step)
+        engine.backward(0.0 * forward(run, engine, inputs).loss)
+        if micro_step == run.gradient_accumulation_steps - 1:
+            found = {
+                name: deepspeed.utils.safe_get_full_grad(p)
+                for name, p in trained.items()
+                if ".gate." in name
+            }
+            found |= {name + "=": p.detach().clone() for name, p in trained.items()}
+        engine.step()
+    return {name: tensor.double() for name, tensor in found.items()}
+
+
+def _lora_on_routers(run: Run) -> list[tuple[list[Any], list[Any]]]:
+    """For each layer, the gradient of LoRA's second factor: as it is, and by the chain rule."""
+    full = _router_gradients(run, {"modules_to_save": ["gate"]})
+    lora = _router_gradients(run, {"target_parameters": ["gate.weight"]})
+    pairs = []
+    for layer in range(2):
+        gate = f"base_model.model.model.layers.{layer}.mlp.gate"
+        weight_grad = full[f"{gate}.modules_to_save.default.weight"]
+        first = lora[f"{gate}.lora_A.default.weight="]
+        # W + (alpha / r) B A with B = 0
+        by_hand = 6 / 2 * weight_grad @ first.T
+        pairs.append((lora[f"{gate}.lora_B.default.weight"].tolist(), by_hand.tolist()))
+    return pairs
+
+
+@pytest.mark.parametrize("scope", ["global_batch", "sequence"])
+def test_lora_on_the_routers_own_weight_gets_its_part_of_the_gradient(scope: str) -> None:
+    pytest.importorskip("peft")
+    run = replace(BASE, section={"aux_loss_coeff": COEFF, "scope": scope})
+    for pairs in run_ranks(_lora_on_routers, 2, run):
+        for got, by_hand in pairs:
+            assert torch.tensor(by_hand).abs().max() > 1e-2
+            torch.testing.assert_close(
+                torch.tensor(got), torch.tensor(by_hand), rtol=1e-5, atol=1e-7
+            )
+
+
 # what must not change
 
 
@@ -252,9 +328,63 @@ def _losses(run: Run) -> list[list[Any]]:
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "minimax_m2"])
 def test_the_models_own_loss_is_added_in_evaluation_only(family: str) -> None:
     for ours, off, on in run_ranks(_losses, 2, replace(BASE, family=family)):
-        assert ours[:3] == [off[0], None, None]  # also where the script asks for router logits
+        # Also where the script asks for router logits, and may add coefficient * aux_loss itself.
+        assert ours[:3] == [off[0], 0.0, 0.0]
         assert ours[3] == on[3] > off[3] + 1.0
         assert on[0] > off[0] + 1.0 and on[2] is not None
+
+
+def _copies_and_signatures(run: Run) -> dict[str, Any]:
+    engine = start_engine(run)
+    inputs = make_inputs(run, window=0, micro_step=0)
+    engine.backward(forward(run, engine, inputs).loss)
+    before = [n.tolist() for n in engine.load_balancer.counts().values()]
+    twin = copy.deepcopy(engine.module)
+    forward(run, twin, inputs).loss.backward()
+    after = [n.tolist() for n in engine.load_balancer.counts().values()]
+    of_engine = inspect.signature(type(engine).save_checkpoint).parameters
+    of_ours = inspect.signature(engine.save_checkpoint).parameters
+    return {
+        "before": before,
+        "after": after,
+        "missing": sorted(set(of_engine) - set(of_ours)),
+    }
+
+
+def test_a_deep_copy_of_the_model_is_not_balanced_and_methods_keep_their_signature() -> None:
+    for seen in run_ranks(_copies_and_signatures, 2, BASE):
+        assert seen["after"] == seen["before"]
+        # Trainer saves no frozen weights of peft models if it sees `exclude_frozen_parameters`.
+        assert seen["missing"] == ["self"]
+
+
+class _TwoModels(torch.nn.Module):
+    def __init__(self, run: Run, **own: Any) -> None:
+        super().__init__()
+        self.first = make_model("qwen3_moe", **own)
+        self.second = make_model("mixtral", **own)
+        self.run = run
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [forward(self.run, model, inputs).loss for model in (self.first, self.second)]
+
+
+def _losses_of_two_models(run: Run) -> list[list[float]]:
+    seen = []
+    for own in ({"output_router_logits": True, "router_aux_loss_coef": 100.0}, {}):
+        torch.manual_seed(7)
+        model = _TwoModels(run, **own)
+        engine = ds_moe_lb.initialize(
+            model=model, model_parameters=model.parameters(), config=run.config()
+        )[0]
+        losses = engine(make_inputs(run, window=0, micro_step=0))
+        seen.append([loss.item() for loss in losses])
+    return seen
+
+
+def test_every_model_inside_the_engines_has_its_own_loss_off() -> None:
+    for on, off in run_ranks(_losses_of_two_models, 2, BASE):
+        assert on == off
 
 
 # messages

@@ -4,6 +4,7 @@ Shape legend: B sequences of this micro-batch on this rank, S tokens each, Q and
 """
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class InputReader:
     def __init__(
         self, model: nn.Module, balancer: LoadBalancer, *, reads_attention_mask: bool
     ) -> None:
+        self._model = weakref.ref(model)
         self._balancer = balancer
         self._signature = inspect.signature(model.forward)
         self._model_name = type(model).__name__
@@ -46,12 +48,18 @@ class InputReader:
                 model.register_forward_hook(self._after, always_call=True),
             ]
 
+    def __deepcopy__(self, memo: Any) -> "InputReader":
+        """The hooks of a copied model stay with the model that they were made for."""
+        return self
+
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is not self._model():
+            return
         self._around.append(self._balancer.current_masks)
         if self._balancer.micro_step is None:
             return
@@ -62,7 +70,8 @@ class InputReader:
             self._balancer.current_masks += ((self._argument or "", mask),)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._balancer.current_masks = self._around.pop()
+        if module is self._model():
+            self._balancer.current_masks = self._around.pop()
 
     def _read(self, given: dict[str, Any]) -> Tensor | None:
         value = given.get(self._argument or "")
@@ -75,7 +84,11 @@ class InputReader:
                 f"engine.load_balancer.token_mask(labels != {_IGNORED_LABEL})"
             )
         if isinstance(value, Tensor):
-            return token_mask_of(value, num_sequences=_num_sequences(given))
+            num_sequences, length = _shape_of_tokens(given)
+            mask = token_mask_of(value, num_sequences=num_sequences)
+            if given.get("past_key_values") is not None and length is not None:
+                return mask[..., -length:]  # a prefix (peft) has columns in it, and no tokens
+            return mask
         if value is None or any(name == "token_mask" for name, _ in self._balancer.current_masks):
             return None
         raise ValueError(
@@ -85,11 +98,11 @@ class InputReader:
         )
 
 
-def _num_sequences(given: dict[str, Any]) -> int | None:
+def _shape_of_tokens(given: dict[str, Any]) -> tuple[int | None, int | None]:
     for name in ("input_ids", "inputs_embeds"):
-        if isinstance(given.get(name), Tensor):
-            return int(given[name].shape[0])
-    return None
+        if isinstance(given.get(name), Tensor) and given[name].dim() >= 2:
+            return int(given[name].shape[0]), int(given[name].shape[1])
+    return None, None
 
 
 def token_mask_of(attention_mask: Tensor, *, num_sequences: int | None) -> Tensor:
@@ -116,24 +129,53 @@ def token_mask_of(attention_mask: Tensor, *, num_sequences: int | None) -> Tenso
 class OwnLossSwitch:
     """Keeps a transformers model from adding its own auxiliary loss in training.
 
-    The model's config, which is saved with its weights, stays as it is.
+    The model's config, which is saved with its weights, stays as it is. Where the loss was asked
+    for, the output has a zero in its place, for scripts that add ``coefficient * aux_loss``.
     """
 
     def __init__(self, model: nn.Module, balancer: LoadBalancer) -> None:
+        self._model = weakref.ref(model)
         self._balancer = balancer
         self._signature = inspect.signature(model.forward)
-        self._handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._asked: list[bool] = []
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def __deepcopy__(self, memo: Any) -> "OwnLossSwitch":
+        """The hooks of a copied model stay with the model that they were made for."""
+        return self
 
     def remove(self) -> None:
         """Give the model its loss back."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _is_off(self) -> bool:
         balancer = self._balancer
         if balancer.micro_step is None or not torch.is_grad_enabled():
+            return False
+        return balancer.policy.coefficients is not None  # None: only measured, by the schedule
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if module is not self._model():
             return None
-        if balancer.policy.coefficients is None:  # only measured, by the schedule
+        self._asked.append(False)
+        if not self._is_off():
             return None
         bound = self._signature.bind_partial(*args, **kwargs)
+        asked = bound.arguments.get("output_router_logits")
+        if asked is None:
+            config: Any = module.config
+            asked = getattr(config.get_text_config(), "output_router_logits", False)
+        self._asked[-1] = bool(asked)
         bound.arguments["output_router_logits"] = False
         return bound.args, bound.kwargs
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is not self._model() or not self._asked.pop():
+            return
+        if isinstance(output, dict) and getattr(output, "aux_loss", 0) is None:
+            device = next((x.device for x in output.values() if isinstance(x, Tensor)), None)
+            output["aux_loss"] = torch.zeros((), device=device)

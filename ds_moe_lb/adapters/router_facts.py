@@ -77,6 +77,7 @@ _ODD = {
         refusal="it returns its choices after capacity has dropped some"
     ),
     "NllbMoeTop2Router": _Odd(refusal="it returns its choices after capacity has dropped some"),
+    "Ernie4_5_VLMoeMoeBlock": _Odd(refusal="its text and its vision experts see other tokens each"),
     "ZayaRouter": _Odd(refusal="its choices include skipping the experts"),
     "LongcatFlashTopkRouter": _Odd(refusal="its choices include experts that do nothing"),
 }

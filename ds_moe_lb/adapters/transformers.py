@@ -4,6 +4,7 @@ Shape legend: T tokens of this micro-batch on this rank, E experts, K choices pe
 """
 
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ds_moe_lb.adapters.observing import observe
 from ds_moe_lb.adapters.router_facts import RouterFacts, read_router
+from ds_moe_lb.config import SECTION
 from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
@@ -24,7 +26,13 @@ class TransformersSite(RouterSite):
     """A router module of a transformers model, observed by a forward hook."""
 
     def __init__(
-        self, name: str, module: nn.Module, facts: RouterFacts, *, block: nn.Module
+        self,
+        name: str,
+        module: nn.Module,
+        facts: RouterFacts,
+        *,
+        block: nn.Module,
+        wrapped: nn.Module,
     ) -> None:
         super().__init__(
             name,
@@ -36,12 +44,20 @@ class TransformersSite(RouterSite):
         )
         self.has_logits = facts.score_function != "probabilities"
         self._facts = facts
+        self._wrapped = wrapped  # the router, or what peft put around it
         self._handle: Any = None
+
+    @property
+    def is_trainable(self) -> bool:
+        # With peft's target_parameters the adapter stands beside the router and not inside.
+        return any(parameter.requires_grad for parameter in self._wrapped.parameters())
 
     def attach(self, router: "Router") -> None:
         facts = self._facts
 
         def after_router(module: nn.Module, args: Any, output: Any) -> Any:
+            if module is not self.module:  # of a deep copy of the model
+                return output
             outputs = list(output) if isinstance(output, tuple) else [output]
             logits_TE = outputs[facts.logits_at].flatten(0, -2)
             if facts.selected_at is None:
@@ -94,9 +110,16 @@ def find_transformers_sites(
         key = (type(module), id(config))
         if key not in facts:
             facts[key] = read_router(module, config, name=name)
-        block = by_name[name.rpartition(".")[0]]
-        sites.append(TransformersSite(name, module, facts[key], block=block))
+        outermost = _without_peft(name)
+        block = by_name[outermost.rpartition(".")[0]]
+        wrapped = by_name[outermost]
+        sites.append(TransformersSite(name, module, facts[key], block=block, wrapped=wrapped))
     return sites
+
+
+def _without_peft(name: str) -> str:
+    """The name that a router had before peft wrapped it."""
+    return re.sub(r"(\.base_layer|\.modules_to_save\.[^.]+)+$", "", name)
 
 
 @dataclass(frozen=True)
@@ -127,12 +150,12 @@ class OwnLoss:
     """A model's own auxiliary loss, which it would add to the loss that it returns.
 
     Attributes:
-        model: the model that adds it.
-        coefficient: the model's `router_aux_loss_coef`.
+        models: the models that add it; more than one if the engine's model is made of several.
+        coefficient: the `router_aux_loss_coef` of the first that is on.
         is_on: it is added by default.
     """
 
-    model: PreTrainedModel
+    models: tuple[PreTrainedModel, ...]
     coefficient: float
     is_on: bool
 
@@ -140,14 +163,27 @@ class OwnLoss:
         """What each layer's LBL has to weigh in its place: coefficient x k / L.
 
         The model's loss pools the layers and is k when balanced.
+
+        Raises:
+            ValueError: several models add one, and nothing tells which layers it is to weigh.
         """
+        if len(self.models) > 1:
+            names = ", ".join(type(model).__name__ for model in self.models)
+            raise ValueError(
+                f"{SECTION}.aux_loss_coeff: got None, but the model holds several models with an "
+                f"auxiliary loss of their own ({names}); set it to a number, for instance 0.001, "
+                f"and the plugin adds the gradient in all of them and switches their own off"
+            )
         return [self.coefficient * site.top_k / len(sites) for site in sites]
 
 
 def find_own_loss(model: nn.Module) -> OwnLoss | None:
-    """The auxiliary loss of the outermost transformers model that has one."""
+    """The auxiliary loss of the outermost transformers models that have one."""
+    models: list[PreTrainedModel] = []
+    coefficients: list[tuple[bool, float]] = []
+    inside: set[nn.Module] = set()
     for module in model.modules():
-        if not isinstance(module, PreTrainedModel):
+        if not isinstance(module, PreTrainedModel) or module in inside:
             continue
         if "output_router_logits" not in _parameters(module):
             continue
@@ -157,8 +193,13 @@ def find_own_loss(model: nn.Module) -> OwnLoss | None:
             coefficient = getattr(config, "router_aux_loss_coef", None)
         if coefficient is not None:
             is_on = bool(getattr(config, "output_router_logits", False)) and coefficient != 0
-            return OwnLoss(module, float(coefficient), is_on)
-    return None
+            models.append(module)
+            coefficients.append((is_on, float(coefficient)))
+            inside.update(module.modules())
+    if not models:
+        return None
+    is_on, coefficient = next((pair for pair in coefficients if pair[0]), coefficients[0])
+    return OwnLoss(tuple(models), coefficient, is_on)
 
 
 def _parameters(model: nn.Module) -> Sequence[str]:
