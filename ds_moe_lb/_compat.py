@@ -16,6 +16,7 @@ from deepspeed.moe import sharded_moe
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 from packaging.version import Version
 
@@ -138,6 +139,11 @@ def loss_scale(engine: Any) -> torch.Tensor | float:
             return engine.optimizer.scale_if_loss(one).detach()
         scaler = engine.torch_autocast_z0_gradscaler
         return scaler.scale(one).detach() if scaler is not None else 1.0
+
+
+def has_optimizer(engine: Any) -> bool:
+    """Whether the engine can train; without one, ZeRO-3 has something else in its place."""
+    return engine.optimizer is not None and not isinstance(engine.optimizer, DeepSpeedZeRoOffload)
 
 
 def refuse_broken_autoep(ds_config: dict[str, Any]) -> None:

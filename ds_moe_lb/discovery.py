@@ -77,11 +77,16 @@ def refuse_terms(engine: Any, sites: Sequence[RouterSite], config: LoadBalancing
         )
 
 
+class NothingToBalanceError(ValueError):
+    """The model has no router."""
+
+
 def find_sites(model: torch.nn.Module) -> list[RouterSite]:
     """The routers that can be balanced, in the model's order; a pipeline stage may have none.
 
     Raises:
-        ValueError: there are none, or one of them cannot be read; names what was seen.
+        NothingToBalanceError: there are none; names what looks like some.
+        ValueError: one of them cannot be read; says why.
     """
     modules = list(model.named_modules())
     sites: list[RouterSite] = [
@@ -106,7 +111,7 @@ def find_sites(model: torch.nn.Module) -> list[RouterSite]:
             if any(word in name.rsplit(".", 1)[-1] for word in ("gate", "router"))
         ]
         seen = f"; modules that look like gates: {', '.join(gates[:8])}" if gates else ""
-        raise ValueError(
+        raise NothingToBalanceError(
             f"{SECTION}: the model ({type(model).__name__}) has no deepspeed.moe.layer.MoE layers "
             f"and no routers of transformers' MoE families, so there is nothing to balance; remove "
             f"the section or use MoE layers{seen}"

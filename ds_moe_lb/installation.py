@@ -19,6 +19,7 @@ from ds_moe_lb.coefficients import layer_coefficients
 from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config, parse_section
 from ds_moe_lb.construction import build_balancer
 from ds_moe_lb.discovery import (
+    NothingToBalanceError,
     find_own_loss,
     find_sites,
     input_models,
@@ -47,7 +48,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     Raises:
         ValueError: the section is wrong (before the engine is built), or the model has no MoE
-            layers.
+            layers; an engine without an optimizer is left alone then, with a warning.
     """
     raw = _compat.config_argument(args, kwargs)
     if raw is not None:
@@ -73,10 +74,18 @@ def install_as_configured(engine: Any) -> None:
     """Do what a new engine's JSON says, once; see :func:`initialize`."""
     if "load_balancer" in engine.__dict__:  # `ds_moe_lb.auto` was there first
         return
-    if SECTION in _compat.raw_config(engine):
-        install(engine)
-    else:
+    if SECTION not in _compat.raw_config(engine):
         _leave_off(engine)
+        return
+    try:
+        install(engine)
+    except NothingToBalanceError as error:
+        # Trainers of preferences build engines of reward models from the JSON of the policy.
+        if _compat.has_optimizer(engine):
+            raise
+        _leave_off(engine)
+        if dist.get_rank() == 0:
+            logger.warning(f"{error}; left off, since this engine trains nothing")
 
 
 def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalancer | None:

@@ -387,6 +387,29 @@ def test_every_model_inside_the_engines_has_its_own_loss_off() -> None:
         assert on == off
 
 
+def _engines_without_an_optimizer(run: Run) -> list[Any]:
+    seen: list[Any] = []
+    for stage in (0, 3):
+        config = replace(run, zero_stage=stage).config()
+        del config["optimizer"]
+        for model in (make_model(run.family), torch.nn.Linear(4, 4)):
+            engine = ds_moe_lb.initialize(model=model, config=config)[0]
+            seen.append(engine.load_balancer is not None)
+    try:
+        model = torch.nn.Linear(4, 4)
+        ds_moe_lb.initialize(model=model, model_parameters=model.parameters(), config=run.config())
+    except ValueError as error:
+        seen.append(str(error))
+    return seen
+
+
+def test_a_dense_model_that_is_not_trained_is_left_alone() -> None:
+    """Preference trainers build engines of reward models from the JSON of the policy."""
+    for *seen, message in run_ranks(_engines_without_an_optimizer, 2, BASE):
+        assert seen == [True, False, True, False]
+        assert "the model (Linear) has no deepspeed.moe.layer.MoE layers" in message
+
+
 # messages
 
 

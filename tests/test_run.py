@@ -79,6 +79,14 @@ def test_a_script_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     assert "no_such_script.py: no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["no_such_module", "no_such_package.module", "json.no_such_part"])
+def test_a_module_that_is_not_there_is_one_line(name: str, tmp_path: Path) -> None:
+    done = _python("-m", "ds_moe_lb", "run", "--module", name, cwd=tmp_path)
+    assert done.returncode == EXIT_USAGE
+    assert done.stderr.splitlines()[-1].startswith(f"ds-moe-lb run: error: {name}: no such module")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

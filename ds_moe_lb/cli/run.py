@@ -1,6 +1,7 @@
 """`ds-moe-lb run SCRIPT ARGS...`: a training script as it is, with the plugin on its engines."""
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -24,6 +25,8 @@ def run(options: argparse.Namespace) -> int:
     sys.argv = [options.script, *arguments]
     if options.is_module:
         sys.path[0] = os.getcwd()
+        if _is_missing(options.script):
+            raise UsageError(f"{options.script}: no such module; run --module takes its name")
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         return 0
     if not Path(options.script).is_file():
@@ -31,3 +34,10 @@ def run(options: argparse.Namespace) -> int:
     sys.path[0] = str(Path(options.script).resolve().parent)
     runpy.run_path(options.script, run_name="__main__")
     return 0
+
+
+def _is_missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError as error:  # of a package around it, or of something that one imports
+        return error.name is not None and f"{module}.".startswith(f"{error.name}.")
