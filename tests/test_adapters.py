@@ -163,3 +163,12 @@ def test_the_readme_names_the_families_that_are_run() -> None:
     row = next(line for line in readme.splitlines() if line.startswith("| AutoEP"))
     named = re.findall(r"\b[a-z]+\w*\d+\w*\b|mixtral", row.split("|")[2])
     assert set(named) == set(PRESETS)
+
+
+def test_the_readmes_import_of_the_callback_works() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    imports = re.findall(r"`(from ds_moe_lb\.adapters\.trainer import (\w+))`", readme)
+    assert len(imports) == 1
+    names: dict[str, object] = {}
+    exec(imports[0][0], names)
+    assert f"callbacks=[{imports[0][1]}()]" in readme and imports[0][1] in names
