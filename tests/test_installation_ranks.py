@@ -177,7 +177,7 @@ def _check_refusals(tmp):
 def test_every_refusal_is_one_clear_error(tmp_path):
     (refused,) = run_ranks(_check_refusals, 1, str(tmp_path))
     expected = {
-        "no MoE": "ValueError: .*Sequential.* has no deepspeed.moe.layer.MoE layers",
+        "no MoE": "NothingToBalanceError: .*Sequential.* has no deepspeed.moe.layer.MoE layers",
         "own gate": "ValueError: .*MoE layer 'blocks.1.moe.deepspeed_moe' is a .*OwnGate",
         "misspelt section": "ValueError: .*'moe_load_balancng' is unknown",
         "bad value": "ValueError: .*scope: got 'golbal_batch'.*nearest: 'global_batch'",
