@@ -5,7 +5,8 @@ Nothing else in the package reaches behind a public name, so a new host version 
 
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe import sharded_moe
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
@@ -51,6 +53,9 @@ _MODULE_NAMES = (
     (MonitorMaster, "write_events", "writes the reports"),
 )
 
+# Set on a parameter by those who treat it in a way of their own: by AutoEP on its routers' weights.
+_MARKS = ("allreduce", "ds_zero_placement_family", "ds_autoep_folding_param_family")
+
 
 def in_backward() -> bool:
     """Whether autograd is running this code, which means a checkpointed forward is being
@@ -73,13 +78,17 @@ def raw_config_of(ds_config: Any) -> dict[str, Any]:
     return config
 
 
-def config_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `deepspeed.initialize` by name."""
+    return dict(inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments)
+
+
+def config_argument(bound: dict[str, Any]) -> dict[str, Any] | None:
     """The config among the arguments of `deepspeed.initialize`, as DeepSpeed itself would read it.
 
     Returns:
         The JSON as a dict; None where DeepSpeed will have to complain about a missing config.
     """
-    bound = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
     config = bound.get("config")
     if config is None:
         config = bound.get("config_params")
@@ -146,14 +155,49 @@ def has_optimizer(engine: Any) -> bool:
     return engine.optimizer is not None and not isinstance(engine.optimizer, DeepSpeedZeRoOffload)
 
 
+def has_autoep(ds_config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed's AutoEP will convert the model."""
+    section = ds_config.get("expert_parallel")
+    return isinstance(section, dict) and bool(section.get("enabled"))
+
+
+@contextmanager
+def once_converted(model: torch.nn.Module, then: Callable[[], None]) -> Iterator[None]:
+    """Within it an engine of this model calls a function when AutoEP has converted the model.
+
+    The converted parameters are there, and neither dtype nor device nor optimizer has been decided;
+    DeepSpeed has no public hook at that place.
+    """
+    configure = DeepSpeedEngine._configure_distributed_model
+
+    def call_before(engine: Any, given: torch.nn.Module) -> Any:
+        if given is model:
+            then()
+        return configure(engine, given)
+
+    DeepSpeedEngine._configure_distributed_model = call_before
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._configure_distributed_model = configure
+
+
+def copy_marks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+    """Let DeepSpeed treat a parameter like the one that it stands in for."""
+    for name in _MARKS:
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+    if hasattr(old, "use_muon"):  # Muon is for matrices that are multiplied by activations
+        new.use_muon = False  # type: ignore[attr-defined]
+
+
 def refuse_broken_autoep(ds_config: dict[str, Any]) -> None:
     """Say what is wrong before DeepSpeed's AutoEP fails on a transformers it does not know.
 
     Raises:
         ValueError: transformers 5.23 changed a signature that AutoEP of DeepSpeed 0.19 calls.
     """
-    section = ds_config.get("expert_parallel")
-    if not isinstance(section, dict) or not section.get("enabled"):
+    if not has_autoep(ds_config):
         return
     if Version(deepspeed.__version__) >= Version("0.20"):
         return

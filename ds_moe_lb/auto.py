@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -70,14 +71,18 @@ _under_way: list[Any] = []
 def _caught(construct: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(construct)
     def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        from ds_moe_lb import installation
+        from ds_moe_lb import _compat, installation
 
         is_outermost = not any(other is engine for other in _under_way)
         _under_way.append(engine)
         try:
+            building: Any = nullcontext()
             if is_outermost:
-                installation.check_before_build(kwargs.get("config_class"))
-            construct(engine, *args, **kwargs)
+                ds_config = kwargs.get("config_class")
+                raw = None if ds_config is None else _compat.raw_config_of(ds_config)
+                building = installation.before_build(raw, kwargs)
+            with building:
+                construct(engine, *args, **kwargs)
         finally:
             _under_way.pop()
         if is_outermost:

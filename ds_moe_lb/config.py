@@ -1,35 +1,29 @@
-"""The JSON section `moe_load_balancing`: its keys, their types, and one clear error for what is
-wrong.
+"""The JSON sections `moe_load_balancing` and `moe_router`: their keys and what contradicts what.
 
-This is the only file that knows JSON keys. Everything else receives a :class:`LoadBalancingConfig`.
+This is the only file that knows JSON keys. Everything else receives a :class:`LoadBalancingConfig`
+or a :class:`RouterConfig`.
 """
 
-import difflib
-import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
+
+from ds_moe_lb.sections import Path, Section, SectionReader, refuse_misspelt
 
 SECTION = "moe_load_balancing"
+ROUTER_SECTION = "moe_router"
 
 Scope = Literal["global_batch", "micro_batch", "sequence", "none"]
 Estimate = Literal["running", "carry", "boundary", "exact"]
 SyncGroupName = Literal["data_parallel", "expert_parallel", "expert_data_parallel"]
 ValidTokens = Literal["mask", "labels", "all"]
 Detail = Literal["model", "layer", "expert"]
+RouterType = Literal["linear", "hyper", "frozen"]
 Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
-# Values in messages: one line, and no more of it than helps.
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxother = 80
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
-
-
-class MonitorConfig(_Section):
+class MonitorConfig(Section):
     """`moe_load_balancing.monitor`: what is reported through DeepSpeed's monitor, and how often.
 
     Attributes:
@@ -47,7 +41,7 @@ class MonitorConfig(_Section):
     image_interval: int = Field(default=0, ge=0)
 
 
-class ScheduleEntry(_Section):
+class ScheduleEntry(Section):
     """One entry of `moe_load_balancing.schedule`: what changes, and from which step on.
 
     Attributes:
@@ -69,7 +63,7 @@ class ScheduleEntry(_Section):
         return {key: getattr(self, key) for key in self.model_fields_set - {"step"}}
 
 
-class LoadBalancingConfig(_Section):
+class LoadBalancingConfig(Section):
     """The section `moe_load_balancing` of a DeepSpeed JSON: its keys and their defaults."""
 
     enabled: bool = True
@@ -94,6 +88,29 @@ class LoadBalancingConfig(_Section):
         return states
 
 
+class RouterConfig(Section):
+    """The section `moe_router` of a DeepSpeed JSON: what makes the routers' weights.
+
+    Attributes:
+        type: `linear`, the model's own trainable weights, as without the section; `hyper`, weights
+            that a frozen network makes of one trainable embedding per layer; `frozen`, random
+            weights that are not trained.
+        embedding_dim: width d of the embedding; None = the model's width M.
+        hidden_dim: width H of the frozen network's hidden layer.
+        init_scale: standard deviation of the entries of each layer's (E, M) weight at the start;
+            None = whatever PyTorch's default initialisation of linear layers gives.
+        seed: of the embeddings and of everything frozen, with the index of the layer.
+        replace_trained: replace weights, too, that have been trained.
+    """
+
+    type: RouterType = "linear"
+    embedding_dim: int | None = Field(default=None, ge=1)
+    hidden_dim: int = Field(default=256, ge=1)
+    init_scale: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    replace_trained: bool = False
+
+
 def parse_config(ds_config: Mapping[str, Any]) -> LoadBalancingConfig | None:
     """Read and validate the section out of a whole DeepSpeed config.
 
@@ -108,22 +125,36 @@ def parse_config(ds_config: Mapping[str, Any]) -> LoadBalancingConfig | None:
             a top-level key that looks like a misspelt section name.
     """
     if SECTION not in ds_config:
-        _refuse_misspelt_section(ds_config)
+        refuse_misspelt(ds_config, SECTION, is_meant=_means_balancing)
         return None
     return parse_section(ds_config[SECTION])
 
 
+def parse_router_config(ds_config: Mapping[str, Any]) -> RouterConfig:
+    """The same for the section `moe_router`; the defaults, linear routers, where it is absent."""
+    if ROUTER_SECTION not in ds_config:
+        refuse_misspelt(ds_config, ROUTER_SECTION, is_meant=_means_routers)
+        return RouterConfig()
+    config = _router_reader.read(RouterConfig, ds_config[ROUTER_SECTION])
+    means_nothing = {
+        "linear": ("embedding_dim", "hidden_dim", "init_scale", "seed"),
+        "frozen": ("embedding_dim", "hidden_dim"),
+        "hyper": (),
+    }[config.type]
+    for key in means_nothing:
+        got = getattr(config, key)
+        if got != getattr(RouterConfig(), key):
+            raise ValueError(
+                f"{ROUTER_SECTION}.{key}: got {got!r}, which means nothing with type "
+                f"{config.type!r}; leave it out, or set type to "
+                + ("'hyper'" if key in ("embedding_dim", "hidden_dim") else "'hyper' or 'frozen'")
+            )
+    return config
+
+
 def parse_section(section: Any) -> LoadBalancingConfig:
     """Validate the section's content; raises ValueError as :func:`parse_config` does."""
-    if not isinstance(section, Mapping):
-        raise ValueError(
-            f"{SECTION}: got {_brief.repr(section)}, expected an object such as "
-            f'{{"scope": "global_batch", "estimate": "running"}}'
-        )
-    try:
-        config = LoadBalancingConfig(**_checked_keys(section))
-    except ValidationError as error:
-        raise ValueError("\n".join(_explain(item) for item in error.errors())) from None
+    config = _reader.read(LoadBalancingConfig, section)
     _refuse_schedule(config)
     states = config.states()
     is_global = any(state.scope == "global_batch" for _, state in states)
@@ -138,80 +169,41 @@ def parse_section(section: Any) -> LoadBalancingConfig:
     return config
 
 
-def _checked_keys(section: Mapping[Any, Any]) -> dict[str, Any]:
-    """JSON objects have string keys; a dict handed over in Python need not."""
-    for key in section:
-        if not isinstance(key, str):
-            raise ValueError(
-                f"{SECTION}: got the key {_brief.repr(key)}, expected one of {_allowed_keys(())}"
-            )
-    return dict(section)
-
-
-def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
-    for key in ds_config:
-        if not isinstance(key, str):
-            continue
-        folded = key.lower().replace("-", "_")
-        close = difflib.SequenceMatcher(None, folded, SECTION).ratio() >= 0.75
-        if close or ("moe" in folded and ("bal" in folded or folded.endswith("_lb"))):
-            raise ValueError(
-                f"DeepSpeed config: the section {key!r} is unknown; did you mean {SECTION!r}? "
-                f"DeepSpeed itself would ignore it in silence."
-            )
-
-
-def _model_at(path: tuple[str | int, ...]) -> type[BaseModel]:
+def _model_at(path: Path) -> type[Section]:
     if path[:1] == ("schedule",) and len(path) > 1:
         return ScheduleEntry
     return MonitorConfig if path[:1] == ("monitor",) else LoadBalancingConfig
 
 
-def _allowed_keys(path: tuple[str | int, ...]) -> str:
-    return ", ".join(repr(name) for name in _model_at(path).model_fields)
+def _means_balancing(key: str) -> bool:
+    return "moe" in key and ("bal" in key or key.endswith("_lb"))
 
 
-def _explain(item: Any) -> str:
-    """One pydantic error as one line: section.key: got value, expected what."""
-    path: tuple[str | int, ...] = item["loc"]
-    where = ".".join([SECTION, *map(_name, path)])
-    if item["type"] == "extra_forbidden":
-        fields = list(_model_at(path[:-1]).model_fields)
-        nearest = difflib.get_close_matches(str(path[-1]), fields, n=1, cutoff=0.5)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        return f"{where}: unknown key.{hint} Allowed keys: {_allowed_keys(path[:-1])}"
-    return f"{where}: got {_brief.repr(item['input'])}, expected {_expected(path, item)}"
+def _means_routers(key: str) -> bool:
+    return "router" in key and ("moe" in key or "hyper" in key or "frozen" in key)
 
 
-def _name(key: str | int) -> str:
-    """A key as it is, or quoted where it would break the line or could not be printed."""
-    return str(key) if isinstance(key, int) or key.isidentifier() else ascii(key)
-
-
-def _expected(path: tuple[str | int, ...], item: Any) -> str:
-    if item["type"] == "literal_error":
-        is_inside = path[0] in ("monitor", "schedule")
-        field = _model_at(path).model_fields[str(path[-1] if is_inside else path[0])]
-        choices = [repr(choice) for choice in get_args(field.annotation)]
-        nearest = difflib.get_close_matches(str(item["input"]), get_args(field.annotation), n=1)
-        hint = f" (nearest: {nearest[0]!r})" if nearest else ""
-        return f"one of {', '.join(choices)}{hint}"
-    if path == ("aux_loss_coeff",):
-        return "null or a finite number >= 0"
-    expected = {
-        "float_type": "a finite number >= 0",
-        "finite_number": "a finite number >= 0",
-        "int_type": "an integer",
-        "bool_type": "true or false",
-        "list_type": 'a list of objects such as {"step": 1000, "scope": "micro_batch"}',
-        "missing": "the key 'step', an integer",
-        "dict_type": "an object",
-        "model_type": f"an object with the keys {_allowed_keys(path)}",
-        "model_attributes_type": f"an object with the keys {_allowed_keys(path)}",
-    }
-    if item["type"] == "greater_than_equal":
-        return f"a number >= {item['ctx']['ge']:g}"
-    return expected.get(item["type"], item["msg"])
+_reader = SectionReader(
+    SECTION,
+    LoadBalancingConfig,
+    example='{"scope": "global_batch", "estimate": "running"}',
+    expected={
+        "aux_loss_coeff": "null or a finite number >= 0",
+        "schedule": 'a list of objects such as {"step": 1000, "scope": "micro_batch"}',
+    },
+    model_at=_model_at,
+)
+_router_reader = SectionReader(
+    ROUTER_SECTION,
+    RouterConfig,
+    example='{"type": "hyper", "embedding_dim": 64}',
+    expected={
+        "embedding_dim": "null or an integer >= 1",
+        "hidden_dim": "an integer >= 1",
+        "init_scale": "null or a finite number > 0",
+        "seed": "an integer from 0 to 2^63 - 1",
+    },
+)
 
 
 def _refuse_schedule(config: LoadBalancingConfig) -> None:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -29,6 +30,7 @@ from ds_moe_lb.discovery import (
 from ds_moe_lb.of_model import remember
 from ds_moe_lb.policy import make_policy
 from ds_moe_lb.router import Router
+from ds_moe_lb.routers.change import changed_routers, refuse_unchanged
 from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
@@ -38,36 +40,39 @@ if TYPE_CHECKING:
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` with global-batch load balancing: same arguments, same results.
 
-    Reads the section ``moe_load_balancing`` of the DeepSpeed config. With the section absent, or
-    ``"enabled": false``, this is ``deepspeed.initialize`` and ``engine.load_balancer`` is None; all
-    that differs is that a loaded client state lacks what the plugin once saved in it.
+    Reads the sections ``moe_load_balancing`` and ``moe_router`` of the DeepSpeed config. With the
+    first absent or ``"enabled": false``, and no second, this is ``deepspeed.initialize`` and
+    ``engine.load_balancer`` is None; all that differs is that a loaded client state lacks what the
+    plugin once saved in it.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``; ``engine.load_balancer`` is the
         :class:`~ds_moe_lb.LoadBalancer`.
 
     Raises:
-        ValueError: the section is wrong (before the engine is built), or the model has no MoE
-            layers; an engine without an optimizer is left alone then, with a warning.
+        ValueError: a section is wrong (before the engine is built), trained routers would be
+            replaced, or the model has no MoE layers (without an optimizer: only a warning).
     """
-    raw = _compat.config_argument(args, kwargs)
-    if raw is not None:
-        _check_config(raw)
-    returned = deepspeed.initialize(*args, **kwargs)
+    arguments = _compat.named_arguments(args, kwargs)
+    with before_build(_compat.config_argument(arguments), arguments):
+        returned = deepspeed.initialize(**arguments)
     install_as_configured(returned[0])
     return returned
 
 
-def check_before_build(ds_config: Any) -> None:
-    """Refuse a wrong section before an engine is built from this ``DeepSpeedConfig``."""
-    if ds_config is not None:
-        _check_config(_compat.raw_config_of(ds_config))
+def before_build(ds_config: dict[str, Any] | None, arguments: dict[str, Any]) -> Any:
+    """Refuse wrong sections, and return the context in which the engine is to be constructed.
 
-
-def _check_config(raw: dict[str, Any]) -> None:
-    section = parse_config(raw)
+    Args:
+        ds_config: the DeepSpeed JSON; None where DeepSpeed will complain about its absence.
+        arguments: what the engine is constructed with, by name; changed in place.
+    """
+    if ds_config is None:
+        return nullcontext()
+    section = parse_config(ds_config)
     if section is not None and section.enabled:
-        _compat.refuse_broken_autoep(raw)
+        _compat.refuse_broken_autoep(ds_config)
+    return changed_routers(ds_config, arguments)
 
 
 def install_as_configured(engine: Any) -> None:
@@ -100,8 +105,7 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
         The handle, also ``engine.load_balancer``; None if the section says ``"enabled": false``.
 
     Raises:
-        ValueError: the section is wrong, or the engine's model has no MoE layers that can be
-            balanced.
+        ValueError: the section is wrong, or the model has no MoE layers that can be balanced.
         RuntimeError: the plugin is installed already, the host lacks something it needs, or the
             ranks were set up differently.
     """
@@ -115,6 +119,7 @@ def install(engine: Any, config: Mapping[str, Any] | None = None) -> LoadBalance
         _leave_off(engine)
         return None
     warnings = _compat.check_host(engine)
+    refuse_unchanged(engine.module, _compat.raw_config(engine))
     states = settings.states()
     for _, state in states:
         refuse_unsupported(engine, state)

@@ -1,0 +1,1 @@
+"""Routers whose weights are generated or frozen, in the place of a model's own linear ones."""
