@@ -20,7 +20,8 @@ def replace_weight(owner: nn.Module, source: RouterWeight) -> None:
     """Let `owner.weight` be what `source` makes; its own parameter of that name is dropped."""
     del owner._parameters["weight"]
     owner.add_module(NAME, source)
-    owner.__class__ = _with_made_weight(type(owner))
+    cls: Any = type(owner)
+    owner.__class__ = _with_made_weight(cls)
     owner.register_load_state_dict_pre_hook(_refuse_other_kinds)
 
 
