@@ -69,6 +69,7 @@ def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dic
         memory_tokens=(shape.tokens // 4, shape.tokens) if is_base else (),
         seed=options.seed,
         estimates=options.estimates,
+        times_only=options.times_only,
     )
     result: dict[str, Any] = run_ranks(steps.measure, shape.ranks, shape, plan)
     if is_base:
@@ -172,6 +173,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=ESTIMATES,
         help="comma-separated, for a shorter run",
     )
+    parser.add_argument("--times-only", action="store_true", help="count nothing: for repetitions")
     parser.add_argument("--no-peers", action="store_true", help="leave other frameworks out")
     parser.add_argument("--seed", type=int, default=1, help="of the order inside blocks")
     for name, value in asdict(Shape()).items():

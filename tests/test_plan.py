@@ -231,6 +231,29 @@ def test_a_wrong_size_is_one_error(ds_config, flags, message):
         )
 
 
+@pytest.mark.parametrize(  # the expected maximum of E standard normals, from published tables
+    ("num_experts", "maximum"), [(2, 0.56419), (3, 0.84628), (10, 1.53875), (100, 2.50759)]
+)
+def test_max_violation_by_chance_follows_the_expected_maximum_of_normals(num_experts, maximum):
+    tokens = 10_000
+    expected = maximum * math.sqrt(num_experts / tokens)  # k = 1: p = 1/E
+    got = arithmetic.chance_max_violation(tokens, num_experts=num_experts, top_k=1)
+    assert got == pytest.approx(expected, rel=5e-3)
+
+
+def test_max_violation_by_chance_is_that_of_tokens_that_choose_at_random():
+    tokens, num_experts, top_k = 4096, 64, 8
+    generator = torch.Generator().manual_seed(0)
+    seen = []
+    for _ in range(40):
+        chosen = torch.rand(tokens, num_experts, generator=generator).topk(top_k, dim=1)[1]
+        counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+        seen.append(float(counts.max()) / (tokens * top_k / num_experts) - 1)
+    expected = arithmetic.chance_max_violation(tokens, num_experts=num_experts, top_k=top_k)
+    assert sum(seen) / len(seen) == pytest.approx(expected, rel=0.05)
+    assert arithmetic.chance_max_violation(tokens, num_experts=8, top_k=8) == 0.0
+
+
 def test_coefficients_keep_their_strength():
     # 48 layers, top 8, 64 ranks: transformers pools layers and does not divide by k
     factors = [row.factor for row in arithmetic.conversions(num_layers=48, top_k=8, dp_size=64)]

@@ -6,6 +6,8 @@ B sequences of a micro-batch, L MoE layers, k experts per token.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist
 from typing import Any
 
 
@@ -197,3 +199,30 @@ def conversions(*, num_layers: int, top_k: int, dp_size: int) -> list[Conversion
             factor=top_k / num_layers,
         ),
     ]
+
+
+def chance_max_violation(num_tokens: float, *, num_experts: int, top_k: int) -> float:
+    """The MaxVio that even routing shows by chance: of tokens that each choose k experts at random.
+
+    A count is binomial, T draws with p = k/E, and near normal; the E counts add up to k T, so any
+    two correlate by -1/(E-1). Their expected maximum lies sqrt(T p (1-p)) sqrt(E/(E-1)) m above
+    the mean T p, with m the expected maximum of E independent standard normals. Tokens of one text
+    resemble each other, so real routing that is even in expectation lies above it.
+
+    Args:
+        num_tokens: T, over which the load is counted.
+        num_experts: E.
+        top_k: k.
+    """
+    if num_experts == top_k:
+        return 0.0
+    share = top_k / num_experts
+    deviation = sqrt((1 - share) / (share * num_tokens)) * sqrt(num_experts / (num_experts - 1))
+    return deviation * _expected_maximum(num_experts)
+
+
+def _expected_maximum(number: int) -> float:
+    """E[max] of independent standard normals: the mean of their quantiles' ``u ** (1 / n)``."""
+    normal, steps = NormalDist(), 2000
+    # The maximum is the inverse distribution at u^(1/n) of a uniform u; midpoints avoid both ends.
+    return sum(normal.inv_cdf(((i + 0.5) / steps) ** (1 / number)) for i in range(steps)) / steps

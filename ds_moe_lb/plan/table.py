@@ -7,7 +7,7 @@ from rich.table import Table
 
 from ds_moe_lb.config import SECTION, parse_section
 from ds_moe_lb.plan import advice, cost
-from ds_moe_lb.plan.arithmetic import conversions
+from ds_moe_lb.plan.arithmetic import chance_max_violation, conversions
 from ds_moe_lb.plan.run_plan import Plan
 
 SCALE = (8, 32, 128, 512, 2048, 4096)
@@ -94,7 +94,7 @@ def _batch_table(plan: Plan) -> Table:
     world, facts = plan.world, plan.facts
     columns = ["f is taken over", "ranks", "sequences"]
     if world.sequence_length:
-        columns += ["tokens", "per expert"]
+        columns += ["tokens", "per expert", "by chance"]
     table = _table("Balance batch size of one optimizer step", columns)
 
     def add(name: str, sync_group: str | None, micro_steps: int) -> None:
@@ -104,6 +104,7 @@ def _batch_table(plan: Plan) -> Table:
         if world.sequence_length:
             tokens = sequences * world.sequence_length
             cells += [f"{tokens:,.0f}", f"{tokens * facts.top_k / facts.num_experts:,.0f}"]
+            cells.append(_chance(tokens, plan))
         table.add_row(*cells)
 
     add("micro-batch (the usual loss)", None, 1)
@@ -113,10 +114,19 @@ def _batch_table(plan: Plan) -> Table:
     if world.gas > 1 and plan.config.scope == "global_batch":
         add(f"{plan.config.sync_group}, micro-step 1", plan.config.sync_group, 1)
     table.caption = "running grows from micro-step 1 to all; boundary sees all of the last step" + (
-        ". per expert: mean selections" if world.sequence_length else ""
+        ". per expert: mean selections. by chance: MaxVio of even routing at random"
+        if world.sequence_length
+        else ""
     )
     table.caption_justify = "left"
     return table
+
+
+def _chance(tokens: float, plan: Plan) -> str:
+    num_experts, top_k = plan.facts.num_experts, plan.facts.top_k
+    if tokens * top_k < 10 * num_experts:  # too few for a count to be near normal
+        return "-"
+    return f"{chance_max_violation(tokens, num_experts=num_experts, top_k=top_k):.2g}"
 
 
 def _traffic_table(plan: Plan) -> Table:

@@ -50,6 +50,7 @@ class Plan:
         memory_tokens: tokens per micro-step at which memory is counted.
         seed: of the order.
         estimates: of the plugin.
+        times_only: neither count nor measure waits: that of an earlier run still holds.
     """
 
     blocks: int = 30
@@ -59,6 +60,7 @@ class Plan:
     memory_tokens: tuple[int, ...] = ()
     seed: int = 1
     estimates: tuple[str, ...] = ESTIMATES
+    times_only: bool = False
 
 
 class Bench:
@@ -184,26 +186,31 @@ def measure(shape: Shape, plan: Plan) -> dict[str, Any]:
         "refused": bench.refused,
         "variants": {variant.name: {} for variant in bench.variants},
     }
+    if not plan.times_only:
+        _count_and_wait(bench, plan, result["variants"])
+    wall, cpu = _time_blocks(bench, plan)
+    for name, row in result["variants"].items():
+        row["wall_s"], row["cpu_s"] = wall[name], cpu[name]
+    return result
+
+
+def _count_and_wait(bench: Bench, plan: Plan, rows: dict[str, dict[str, Any]]) -> None:
     plugin = [variant for variant in bench.variants if variant.section is not None]
     for variant in [PLAIN, *plugin]:
-        row = result["variants"][variant.name]
+        row = rows[variant.name]
         row["counted"] = bench.count(variant)
         row["memory"] = {
             str(tokens): bench.memory(variant, tokens=tokens) for tokens in plan.memory_tokens
         }
         say(f"  counted: {variant.name}")
     for variant in plugin:
-        row = result["variants"][variant.name]
+        row = rows[variant.name]
         row["waits"] = {}
         for delay_ms in plan.delays_ms:
             row["waits"][f"{delay_ms:g}"] = bench.waits(
                 variant, delay_ms=delay_ms, windows=plan.waits
             )
         say(f"  waits: {variant.name}")
-    wall, cpu = _time_blocks(bench, plan)
-    for name, row in result["variants"].items():
-        row["wall_s"], row["cpu_s"] = wall[name], cpu[name]
-    return result
 
 
 def _time_blocks(bench: Bench, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

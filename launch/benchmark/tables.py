@@ -31,7 +31,8 @@ def all_tables(results: Sequence[Result], peers: dict[str, Result]) -> str:
     for result in results:
         parts.append(f"### {describe(result['shape'])}\n")
         parts.append(_costs(result))
-        parts.append(_counts(result))
+        if "counted" in result["variants"][PLAIN.name]:  # else times only
+            parts.append(_counts(result))
         if _delays(result):
             parts.append(_waits(result))
         if any(row.get("memory") for row in result["variants"].values()):
