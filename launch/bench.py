@@ -4,16 +4,18 @@
     python launch/bench.py --factor layers             the fixed shape, then one factor around it
     python launch/bench.py                             everything
     python launch/bench.py --quick --delay-ms 0,1,2,5  waits on slower networks
+    python launch/bench.py --quick --measure gates     one thing alone
     python launch/bench.py --draw A.json B.json        tables and picture of earlier runs
 
 In the same processes, on one live engine, the plugin comes and goes: each block of repetitions
 times plain DeepSpeed (twice: their ratio is the noise), every estimate and both ways of adding the
 loss once, in random order, and every ratio is taken inside its block. Its median comes with a
 distribution-free 95% interval. Measured are whole optimizer steps on several ranks and, in one
-process, the gates alone; counted are collectives and their bytes, waits of the host in forward, and
-bytes that live. `wall` is what a user waits; `processor` is the time of all ranks' processors,
-which other programs on the machine disturb less. Run it on a quiet machine with a core for each
-rank; without GPUs it uses CPU ranks.
+process, the gates alone; the time spent in the plugin's own code, which tells more where the
+machine's speed varies by more than the plugin costs; counted are collectives and their bytes, waits
+of the host in forward, and bytes that live. `wall` is what a user waits;
+`processor` is the time of all ranks' processors, which other programs on the machine disturb less.
+Run it on a quiet machine with a core for each rank; without GPUs it uses CPU ranks.
 """
 
 import argparse
@@ -30,6 +32,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # ranks inherit it
+
+# What is timed or counted, in this order; the last two for the fixed shape only.
+MEASURES = ("counts", "waits", "own", "steps", "gates", "peers")
 
 from launch.benchmark.ranks import choose_device, run_ranks  # noqa: E402
 from launch.benchmark.shape import ESTIMATES, FACTORS, PLAIN, Shape, shapes_of  # noqa: E402
@@ -53,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         run["results"].append(_measure(shape, options, is_base=shape == base))
         # Written each time: a run of hours may be stopped.
         _path(options, "json").write_text(json.dumps(run, indent=1) + "\n")
-    if not options.no_peers:
+    if "peers" in options.measure:
         run["peers"] = _measure_peers(base, options)
     run["environment"]["load_at_end"] = os.getloadavg()
     return _show(run, options.output, options.name, write=True)
@@ -69,10 +74,10 @@ def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dic
         memory_tokens=(shape.tokens // 4, shape.tokens) if is_base else (),
         seed=options.seed,
         estimates=options.estimates,
-        times_only=options.times_only,
+        measure=options.measure,
     )
     result: dict[str, Any] = run_ranks(steps.measure, shape.ranks, shape, plan)
-    if is_base:
+    if is_base and "gates" in options.measure:
         arguments = (shape, options.gate_blocks, options.seconds, options.seed, options.estimates)
         alone = run_ranks(gates.measure, 1, *arguments)
         result |= {key: alone[key] for key in ("gate_wall_s", "gate_cpu_s")}
@@ -173,8 +178,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=ESTIMATES,
         help="comma-separated, for a shorter run",
     )
-    parser.add_argument("--times-only", action="store_true", help="count nothing: for repetitions")
-    parser.add_argument("--no-peers", action="store_true", help="leave other frameworks out")
+    parser.add_argument(
+        "--measure",
+        type=_measures,
+        default=MEASURES,
+        help=f"comma-separated, of {', '.join(MEASURES)}; by default all",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the order inside blocks")
     for name, value in asdict(Shape()).items():
         flag = "--" + name.replace("_", "-")
@@ -182,6 +191,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     choose_device(options.ranks)
     return options
+
+
+def _measures(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in MEASURES]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"got {', '.join(unknown)}, expected one or more of {', '.join(MEASURES)}"
+        )
+    return names
 
 
 def _delays(text: str) -> tuple[float, ...]:

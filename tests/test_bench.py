@@ -19,6 +19,7 @@ from launch.benchmark.meters import (
     HostSyncs,
     LiveMemory,
     OtherCollectives,
+    OwnTime,
 )
 from launch.benchmark.statistics import estimate
 from launch.benchmark.tables import all_tables, varied
@@ -62,6 +63,38 @@ def test_live_memory_sees_what_autograd_keeps_and_what_is_freed():
         assert memory.live == 404
         del x, view
         assert (memory.live, memory.peak) == (0, 404)
+
+
+def test_own_time_leaves_out_what_the_plugin_hands_on(tmp_path: Path, monkeypatch):
+    """The plugin's function works 1 s, calls the host's for 2 s, a library's for 4 s, works 8 s."""
+    clock = _Clock()
+    monkeypatch.setattr(meters, "time", clock)
+    sources = {
+        "ds_moe_lb/own.py": "def own():\n sleep(1); host(); library(); sleep(8)",
+        "x/deepspeed/runtime/engine.py": "def host():\n sleep(2)\n library()",
+        "x/torch/library.py": "def library():\n sleep(4)",
+        "train.py": "def script():\n sleep(16); own(); host()",
+    }
+    names: dict[str, Any] = {"sleep": clock.sleep}
+    for file, source in sources.items():
+        exec(compile(source, str(tmp_path / file), "exec"), names)
+    with OwnTime(tmp_path / "ds_moe_lb") as meter:
+        names["script"]()
+    # 1 + 4 + 8; the library called by the host is the host's.
+    assert meter.seconds == 13.0
+
+
+def test_own_time_ends_with_a_frame_that_raises(tmp_path: Path, monkeypatch):
+    clock = _Clock()
+    monkeypatch.setattr(meters, "time", clock)
+    names: dict[str, Any] = {"sleep": clock.sleep}
+    source = "def own():\n sleep(3)\n raise ValueError"
+    exec(compile(source, str(tmp_path / "ds_moe_lb/own.py"), "exec"), names)
+    with OwnTime(tmp_path / "ds_moe_lb") as meter:
+        with pytest.raises(ValueError):
+            names["own"]()
+        clock.sleep(5)
+    assert meter.seconds == 3.0
 
 
 def _check_meters() -> dict[str, Any]:
@@ -129,7 +162,8 @@ def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
     `boundary` and `exact` all layers once in an optimizer step, in both ways; a report is one more
     reduction.
     """
-    arguments = ["--quick", "--no-peers", "--blocks", "1", "--gate-blocks", "1"]
+    arguments = ["--quick", "--measure", "counts,waits,own,steps,gates"]
+    arguments += ["--blocks", "1", "--gate-blocks", "1"]
     arguments += ["--tokens", "64", "--model-dim", "16", "--expert-dim", "8", "--layers", "2"]
     arguments += ["--num-experts", "8", "--top-k", "2", "--gas", "2", "--output", str(tmp_path)]
     process = subprocess.run(
@@ -175,6 +209,9 @@ def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
             for tokens, memory in row["memory"].items()
         }
         assert set(row["memory"]) == {"16", "64"} and len(kept) == 1, name
+        if name != "plain DeepSpeed":
+            own = row["own"]
+            assert all(0 < a < b for a, b in zip(own["own_s"], own["wall_s"], strict=True)), name
     assert "| running, aux_loss_coeff " in process.stdout
     assert set(result["gate_wall_s"]) == set(rows)
 
@@ -200,6 +237,8 @@ def test_picture_and_tables_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert printed.count("| 1.1000 [1.1000, 1.1000] ") == 2
     assert printed.count("step MISSED (1.01)") == 2
+    # 9 ms of the plugin in each 1 s of the rest; `running` may cost 1%.
+    assert printed.count("| 0.900% [0.900%, 0.900%] | met (1.0%) ") == 2
 
 
 def test_factor_is_found_among_shapes_that_differ_in_it_alone():
@@ -208,7 +247,7 @@ def test_factor_is_found_among_shapes_that_differ_in_it_alone():
     assert set(found) == {"layers", "gas"}
     assert [result["shape"]["layers"] for result in found["layers"]] == [1, 4, 16]
     assert [result["shape"]["gas"] for result in found["gas"]] == [4, 64]
-    for row in results[3]["variants"].values():  # as with --times-only
+    for row in results[3]["variants"].values():  # as without --measure counts
         del row["counted"]
     tables = all_tables(results, {})
     assert "G 64" in tables and tables.count("added in an optimizer step") == 3
@@ -216,6 +255,7 @@ def test_factor_is_found_among_shapes_that_differ_in_it_alone():
 
 def _result(**changed: int) -> dict[str, Any]:
     shape = {"tokens": 8, "model_dim": 8, "num_experts": 8, "top_k": 2, "layers": 4, "gas": 4}
+    own = {"own_s": [0.009 * i for i in range(1, 9)], "wall_s": [1.009 * i for i in range(1, 9)]}
     counted = {
         "all_reduces": 3,
         "all_reduce_bytes": 24,
@@ -228,6 +268,6 @@ def _result(**changed: int) -> dict[str, Any]:
         "refused": {},
         "variants": {
             "plain DeepSpeed": {"wall_s": plain, "cpu_s": plain, "counted": counted},
-            "running, l_aux": {"wall_s": ours, "cpu_s": plain, "counted": counted},
+            "running, l_aux": {"wall_s": ours, "cpu_s": plain, "counted": counted, "own": own},
         },
     }

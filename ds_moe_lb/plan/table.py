@@ -107,12 +107,12 @@ def _batch_table(plan: Plan) -> Table:
             cells.append(_chance(tokens, plan))
         table.add_row(*cells)
 
-    add("micro-batch (the usual loss)", None, 1)
+    add("micro-batch (usual)", None, 1)
     for sync_group in _SYNC_GROUPS:
         if sync_group == "data_parallel" or world.num_data_ranks % world.ep_size == 0:
             add(sync_group, sync_group, world.gas)
     if world.gas > 1 and plan.config.scope == "global_batch":
-        add(f"{plan.config.sync_group}, micro-step 1", plan.config.sync_group, 1)
+        add("micro-step 1 alone", plan.config.sync_group, 1)
     table.caption = "running grows from micro-step 1 to all; boundary sees all of the last step" + (
         ". per expert: mean selections. by chance: MaxVio of even routing at random"
         if world.sequence_length

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,12 +13,14 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
+import ds_moe_lb
 from launch.benchmark.meters import (
     Collectives,
     CountWaits,
     HostSyncs,
     LiveMemory,
     OtherCollectives,
+    OwnTime,
 )
 from launch.benchmark.ranks import any_rank, say
 from launch.benchmark.shape import (
@@ -36,6 +39,7 @@ from launch.benchmark.shape import (
 )
 
 WARM_UP_TOKENS = 64
+MEASURES = ("counts", "waits", "own", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,8 @@ class Plan:
         memory_tokens: tokens per micro-step at which memory is counted.
         seed: of the order.
         estimates: of the plugin.
-        times_only: neither count nor measure waits: that of an earlier run still holds.
+        measure: of MEASURES.
+        own_windows: over which the plugin's own time is taken.
     """
 
     blocks: int = 30
@@ -60,7 +65,8 @@ class Plan:
     memory_tokens: tuple[int, ...] = ()
     seed: int = 1
     estimates: tuple[str, ...] = ESTIMATES
-    times_only: bool = False
+    measure: tuple[str, ...] = MEASURES
+    own_windows: int = 8
 
 
 class Bench:
@@ -142,6 +148,20 @@ class Bench:
                 launch.append(meter.launch_s - before[1])
         return {"exposed_s": median(waited), "launch_s": median(launch)}
 
+    def own_time(self, variant: Variant, *, windows: int) -> dict[str, list[float]]:
+        """Seconds in the plugin's own code on rank 0, and of the whole optimizer step, each."""
+        own, wall = [], []
+        with installed(self.engine, variant):
+            self.window(variant, self.small)
+            for _ in range(windows):
+                _meet()
+                started = time.perf_counter()
+                with OwnTime(Path(ds_moe_lb.__file__).parent) as meter:
+                    self.window(variant, self.full)
+                own.append(meter.seconds)
+                wall.append(time.perf_counter() - started)
+        return {"own_s": own, "wall_s": wall}
+
     def memory(self, variant: Variant, *, tokens: int) -> dict[str, int]:
         """Bytes that live because of installing and of training; the least of three windows."""
         batches = self.batches(tokens)
@@ -186,31 +206,33 @@ def measure(shape: Shape, plan: Plan) -> dict[str, Any]:
         "refused": bench.refused,
         "variants": {variant.name: {} for variant in bench.variants},
     }
-    if not plan.times_only:
-        _count_and_wait(bench, plan, result["variants"])
-    wall, cpu = _time_blocks(bench, plan)
-    for name, row in result["variants"].items():
-        row["wall_s"], row["cpu_s"] = wall[name], cpu[name]
+    _measure_each(bench, plan, result["variants"])
+    if "steps" in plan.measure:
+        wall, cpu = _time_blocks(bench, plan)
+        for name, row in result["variants"].items():
+            row["wall_s"], row["cpu_s"] = wall[name], cpu[name]
     return result
 
 
-def _count_and_wait(bench: Bench, plan: Plan, rows: dict[str, dict[str, Any]]) -> None:
+def _measure_each(bench: Bench, plan: Plan, rows: dict[str, dict[str, Any]]) -> None:
+    """What is measured of one variant after the other."""
     plugin = [variant for variant in bench.variants if variant.section is not None]
-    for variant in [PLAIN, *plugin]:
+    for variant in [PLAIN, *plugin] if "counts" in plan.measure else []:
         row = rows[variant.name]
         row["counted"] = bench.count(variant)
         row["memory"] = {
             str(tokens): bench.memory(variant, tokens=tokens) for tokens in plan.memory_tokens
         }
         say(f"  counted: {variant.name}")
-    for variant in plugin:
-        row = rows[variant.name]
-        row["waits"] = {}
-        for delay_ms in plan.delays_ms:
-            row["waits"][f"{delay_ms:g}"] = bench.waits(
-                variant, delay_ms=delay_ms, windows=plan.waits
-            )
+    for variant in plugin if "waits" in plan.measure else []:
+        rows[variant.name]["waits"] = {
+            f"{delay_ms:g}": bench.waits(variant, delay_ms=delay_ms, windows=plan.waits)
+            for delay_ms in plan.delays_ms
+        }
         say(f"  waits: {variant.name}")
+    for variant in plugin if "own" in plan.measure else []:
+        rows[variant.name]["own"] = bench.own_time(variant, windows=plan.own_windows)
+        say(f"  own time: {variant.name}")
 
 
 def _time_blocks(bench: Bench, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
