@@ -9,6 +9,8 @@ counted.
 import torch
 from torch import Tensor
 
+TAG = "Train/Samples/moe"  # under which DeepSpeed's monitor is given the numbers
+
 
 def max_violation(tokens_per_expert_E: Tensor) -> Tensor:
     """MaxVio ``max_i load_i / mean load - 1`` (arXiv 2408.15664): 0 = even, E/k - 1 = collapsed.

@@ -16,11 +16,11 @@ from torch import Tensor
 from ds_moe_lb import loss, metrics
 from ds_moe_lb.config import MonitorConfig
 from ds_moe_lb.counts import CountLayout
+from ds_moe_lb.metrics import TAG
 from ds_moe_lb.process_groups import CountGroup
 from ds_moe_lb.sync import ModelPlace, sum_over
 from ds_moe_lb.window import MicroStep, Window
 
-TAG = "Train/Samples/moe"
 # More keys than this drown a dashboard: 48 layers x 128 experts would be 6,144.
 MAX_EXPERT_KEYS = 1024
 

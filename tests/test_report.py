@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ds_moe_lb.cli import EXIT_USAGE, main
+from ds_moe_lb.report.sources import find_logs
 from ds_moe_lb.report.summary import Row, difference, overview_rows, summarise
 from ds_moe_lb.report.tables import format_difference, is_better
 from ds_moe_lb.training.run_folder import RunFolder, read_run
@@ -67,11 +68,14 @@ def test_summary_of_hand_made_counts(runs: list[Path]) -> None:
     assert uniform.selection_frequency == {"code": 0.25, "<prose>": 0.25}
     assert specialised.selection_frequency == {"code": 0.5, "<prose>": 0.5}
     assert specialised.validation_max_violation == pytest.approx(0.0)
-    # The first ten of sixty steps are not "the end of training".
-    assert uniform.balance["lbl_global_batch"] == pytest.approx(1.1)
-    loss = overview_rows([uniform, specialised])[0]
+    rows = {row.name: row for row in overview_rows(find_logs(runs))}
+    loss = rows["validation loss (nats per byte)"]
     assert difference(loss) == pytest.approx(-0.1)
     assert is_better(loss) is True and format_difference(loss) == "-0.1000"
+    # The first ten of sixty steps are not "the end".
+    assert rows["LBL over the global batch (1 = even)"].values == pytest.approx((1.1, 1.1))
+    # Steps 46 to 60 of a loss that falls by 0.05 a step: the mean is that of step 53.
+    assert rows["training loss"].values == pytest.approx((3.35, 3.35))
 
 
 def test_which_direction_is_better() -> None:
@@ -80,6 +84,9 @@ def test_which_direction_is_better() -> None:
     assert is_better(Row(name="x", values=(1.0, 1.0001), better="low")) is None
     assert is_better(Row(name="x", values=(1.0, 2.0))) is None
     assert is_better(Row(name="x", values=(1.0, None), better="low")) is None
+    three = Row(name="x", values=(1.0, 0.5, 2.0), better="low")
+    assert [is_better(three, run) for run in range(3)] == [None, True, False]
+    assert [format_difference(three, run) for run in range(3)] == ["", "-0.500", "+1.000"]
 
 
 def test_report_writes_figures_and_a_self_contained_page(
@@ -93,8 +100,9 @@ def test_report_writes_figures_and_a_self_contained_page(
         "expert_load.png",
     }
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 6  # three figures, light and dark
-    for reference in ("<script", "http:", "https:", 'src="/', "<link"):
+    for title in ("Training loss", "Domains and experts", "Expert load"):
+        assert f'<svg role="img" aria-label="{title}"' in page
+    for reference in ("<script", "http:", "https:", 'src="/', "<link", "@import"):
         assert reference not in page
     assert "&lt;prose&gt;" in page and "<prose>" not in page
     assert str(folder) not in page
@@ -112,7 +120,8 @@ def test_a_folder_that_is_no_run_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path)]) == EXIT_USAGE
-    assert f"{tmp_path}: expected the folder of a run" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{tmp_path}: found no TensorBoard event files, no csv_monitor files and no run" in error
 
 
 def test_lines_after_the_checkpoint_are_forgotten(runs: list[Path]) -> None:

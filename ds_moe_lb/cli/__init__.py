@@ -18,7 +18,7 @@ _HELP = {
     "train": "train a small MoE language model on text, with any DeepSpeed config",
     "compare": "train twice, with micro-batch and with global-batch loss, and show the difference",
     "convert": "make an MoE checkpoint from a dense transformers checkpoint, as in LLaMA-MoE",
-    "report": "redraw the figures of runs and write one self-contained HTML page",
+    "report": "show runs from their TensorBoard, CSV or own logs in one self-contained HTML page",
     "verify": "prove on these ranks that counts, loss and gradients equal an fp64 reference",
     "run": "run a training script as it is, with the plugin on every engine it builds",
     "plan": "say before a run what balancing will see and cost: arithmetic only, no GPU",

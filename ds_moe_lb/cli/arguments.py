@@ -122,9 +122,23 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument(
-        "--output", type=Path, help="HTML page to write [report.html beside the runs]"
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="folder of TensorBoard or csv_monitor logs of a run with the plugin, an event file, "
+        "the folder of a run of `train`, or a folder that holds several of these: each is a run of "
+        "the comparison",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="HTML page to write [report.html beside the first run]"
+    )
+    parser.add_argument(
+        "--watch",
+        type=float,
+        metavar="SECONDS",
+        help="write the page again at this interval until Ctrl-C; an open page reloads itself",
     )
 
 

@@ -3,52 +3,35 @@
 Shape legend: D domains, L layers, E experts.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import cycle
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_moe_lb.metrics import mutual_information
+from ds_moe_lb.report.charts import PANELS, draw_panel
+from ds_moe_lb.report.run_log import RunLog
+from ds_moe_lb.report.style import LIGHT, Palette, styled
 from ds_moe_lb.training.run_folder import Run
 
-# Okabe-Ito, distinguishable with colour-blind eyes; its blue is too dark for dark paper.
-_RUNS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-_RUNS_ON_DARK = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#F0E442")
-_LIGHT: dict[str, Any] = {
-    "paper": "#ffffff",
-    "ink": "#1f2328",
-    "faint": "#d9dde2",
-    "runs": _RUNS,
-}
-_DARK: dict[str, Any] = {
-    "paper": "#161b22",
-    "ink": "#e6edf3",
-    "faint": "#3b434d",
-    "runs": _RUNS_ON_DARK,
-}
-_SMOOTHED_SHARE = 0.04  # width of the moving average, as a share of the run
+_LAYERS_PER_ROW = 4
 
 
-def draw_figures(runs: list[Run], *, dark: bool = False) -> dict[str, Figure]:
-    """All figures by name, in the order in which they are read."""
-    palette = _DARK if dark else _LIGHT
-    figures: dict[str, Figure] = {}
-    with _style(palette):
-        if any(run.history for run in runs):
-            figures["training_curves"] = _training_curves(runs, palette)
-        if any(run.validations for run in runs):
-            figures["domain_expert_heatmaps"] = _heatmaps([run for run in runs if run.validations])
-            figures["expert_load"] = _expert_load([run for run in runs if run.validations], palette)
+def draw_figures(logs: Sequence[RunLog]) -> dict[str, Figure]:
+    """The figures that are kept as files, by name, in the order in which they are read."""
+    with styled(LIGHT):
+        figures = {"training_curves": training_curves(logs, LIGHT)}
+        runs = validated_runs(logs)
+        if runs:
+            layers = range(num_layers(runs))
+            figures["domain_expert_heatmaps"] = heat_maps(runs, layers)
+            figures["expert_load"] = expert_load(runs, LIGHT)
     return figures
 
 
@@ -61,110 +44,47 @@ def save_figures(figures: dict[str, Figure], folder: Path) -> list[Path]:
     return paths
 
 
-@contextmanager
-def _style(palette: dict[str, Any]) -> Iterator[None]:
-    settings: Any = {
-        "figure.facecolor": palette["paper"],
-        "savefig.facecolor": palette["paper"],
-        "axes.facecolor": palette["paper"],
-        "axes.edgecolor": palette["faint"],
-        "axes.labelcolor": palette["ink"],
-        "axes.titlecolor": palette["ink"],
-        "axes.titlesize": 11,
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": palette["faint"],
-        "grid.linewidth": 0.6,
-        "grid.alpha": 0.7,
-        "text.color": palette["ink"],
-        "xtick.color": palette["ink"],
-        "ytick.color": palette["ink"],
-        "legend.frameon": False,
-        "figure.constrained_layout.w_pad": 0.09,
-        "figure.constrained_layout.h_pad": 0.09,
-        "font.size": 9.5,
-    }
-    with matplotlib.rc_context(settings):
-        yield
+def validated_runs(logs: Sequence[RunLog]) -> Sequence[Run]:
+    """The files of those runs that counted which experts each domain selects."""
+    return [log.run for log in logs if log.run is not None and log.run.validations]
 
 
-def _training_curves(runs: list[Run], palette: dict[str, Any]) -> Figure:
-    """Losses above, balance below; every panel shares the optimizer steps."""
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True)
-    panels: list[tuple[Axes, str, str, Callable[[Run], list[dict[str, Any]]], bool]] = [
-        (axes[0, 0], "Training loss (nats per byte)", "lm_loss", lambda run: run.history, True),
-        (
-            axes[0, 1],
-            "Validation loss on held-out files",
-            "loss",
-            lambda run: run.validations,
-            False,
-        ),
-        (
-            axes[1, 0],
-            "Balance loss over the global batch",
-            "lbl_global_batch",
-            lambda run: run.history,
-            True,
-        ),
-        (
-            axes[1, 1],
-            "MaxVio in a global batch",
-            "max_violation_global_batch",
-            lambda run: run.history,
-            True,
-        ),
-    ]
-    for panel, title, key, records_of, smooth in panels:
-        panel.set_title(title)
-        for run, colour in zip(runs, cycle(palette["runs"]), strict=False):
-            records = [record for record in records_of(run) if key in record]
-            steps = [record["step"] for record in records]
-            values = np.array([record[key] for record in records], dtype=float)
-            if smooth:
-                panel.plot(steps, values, color=colour, alpha=0.22, linewidth=0.8)
-                panel.plot(steps, _smoothed(values), color=colour, linewidth=1.8, label=run.label)
-            else:
-                panel.plot(
-                    steps,
-                    values,
-                    color=colour,
-                    linewidth=1.8,
-                    marker="o",
-                    markersize=4,
-                    label=run.label,
-                )
-    for panel, even in ((axes[1, 0], 1.0), (axes[1, 1], 0.0)):
-        panel.axhline(even, color=palette["ink"], linewidth=0.9, linestyle=":")
-        panel.annotate(
-            "even load", (0.02, even), xycoords=("axes fraction", "data"), va="bottom", size=8
-        )
-        panel.set_xlabel("optimizer step")
-        _clip_first_steps(panel, floor=even)
-    axes[0, 0].legend()
+def num_layers(runs: Sequence[Run]) -> int:
+    """MoE layers of the deepest run."""
+    return max(len(_counts(run)) for run in runs)
+
+
+def training_curves(logs: Sequence[RunLog], palette: Palette) -> Figure:
+    """Every panel that has data, two beside each other."""
+    panels = [panel for panel in PANELS if panel.has_data(logs)]
+    rows = math.ceil(len(panels) / 2)
+    figure = Figure(figsize=(10, 0.4 + 2.9 * rows), layout="constrained")
+    axes = figure.subplots(rows, 2, squeeze=False).flat
+    for panel, place in zip(panels, axes, strict=False):
+        place.set_title(panel.title)
+        draw_panel(panel, place, logs, palette)
+    for place in list(axes)[len(panels) :]:
+        place.set_axis_off()
+    axes[0].legend()
     return figure
 
 
-def _heatmaps(runs: list[Run]) -> Figure:
+def heat_maps(runs: Sequence[Run], layers: Sequence[int]) -> Figure:
     """One row per layer, one column per run; a cell is the share of a domain's selections."""
     shares = [_selection_share(run) for run in runs]
-    num_layers = max(len(share_LDE) for share_LDE in shares)
     num_domains = max(share_LDE.shape[1] for share_LDE in shares)
     num_experts = max(share_LDE.shape[2] for share_LDE in shares)
     highest = max(share_LDE.max() for share_LDE in shares)
     figure = Figure(
-        figsize=(1.6 + 4.2 * len(runs), 1.2 + num_layers * (0.5 + 0.22 * num_domains)),
+        figsize=(1.6 + 4.2 * len(runs), 1.2 + len(layers) * (0.5 + 0.22 * num_domains)),
         layout="constrained",
     )
-    axes = figure.subplots(num_layers, len(runs), squeeze=False)
+    axes = figure.subplots(len(layers), len(runs), squeeze=False)
     image = None
     for column, (run, share_LDE) in enumerate(zip(runs, shares, strict=True)):
         domains = list(run.validations[-1]["loss_per_domain"])
-        for layer in range(num_layers):
-            panel = axes[layer, column]
+        for row, layer in enumerate(layers):
+            panel = axes[row, column]
             if layer >= len(share_LDE):
                 panel.set_axis_off()
                 continue
@@ -175,7 +95,7 @@ def _heatmaps(runs: list[Run]) -> Figure:
             panel.grid(False)
             information = mutual_information(_counts(run)[layer])
             title = f"layer {layer}: mutual information {information:.3f} nats"
-            panel.set_title(f"{run.label}\n{title}" if layer == 0 else title)
+            panel.set_title(f"{run.label}\n{title}" if row == 0 else title)
             panel.set_yticks(range(len(domains)), domains if column == 0 else [""] * len(domains))
             panel.set_xticks(range(len(order_E)), [str(expert) for expert in order_E], size=7)
             panel.tick_params(length=0)
@@ -192,32 +112,33 @@ def _heatmaps(runs: list[Run]) -> Figure:
     return figure
 
 
-def _expert_load(runs: list[Run], palette: dict[str, Any]) -> Figure:
+def expert_load(runs: Sequence[Run], palette: Palette) -> Figure:
     """Load of each expert on all held-out text relative to the mean, most used first."""
     shares = [_relative_load(run) for run in runs]
-    num_layers = max(len(load_LE) for load_LE in shares)
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    axes = figure.subplots(1, num_layers, sharey=True, squeeze=False)[0]
+    layers = num_layers(runs)
+    in_row = min(layers, _LAYERS_PER_ROW)
+    rows = math.ceil(layers / in_row)
+    figure = Figure(figsize=(10, 1.0 + 2.4 * rows), layout="constrained")
+    panels = figure.subplots(rows, in_row, sharey=True, squeeze=False)
     width = 0.8 / len(runs)
-    for layer, panel in enumerate(axes):
+    for layer, panel in enumerate(panels.flat):
+        if layer >= layers:
+            panel.set_axis_off()
+            continue
         panel.set_title(f"layer {layer}")
         for index, (run, load_LE) in enumerate(zip(runs, shares, strict=True)):
             if layer < len(load_LE):
                 load_E = np.sort(load_LE[layer])[::-1]
                 left = np.arange(1, len(load_E) + 1) + (index - (len(runs) - 1) / 2) * width
-                panel.bar(
-                    left,
-                    load_E,
-                    width=width,
-                    color=palette["runs"][index % len(_RUNS)],
-                    label=run.label,
-                )
-        panel.axhline(1.0, color=palette["ink"], linewidth=0.9, linestyle=":")
+                colour = palette.runs[index % len(palette.runs)]
+                panel.bar(left, load_E, width=width, color=colour, label=run.label)
+        panel.axhline(1.0, color=palette.ink, linewidth=0.9, linestyle=":")
         panel.grid(False, axis="x")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_xlabel("experts, most used first")
-    axes[0].set_ylabel("load / mean load")
-    axes[-1].legend(loc="upper right")
+    for row in panels:
+        row[0].set_ylabel("load / mean load")
+    panels[0, -1].legend(loc="upper right")
     figure.suptitle("Expert load on held-out files (dotted: even)")
     return figure
 
@@ -240,20 +161,3 @@ def _relative_load(run: Run) -> NDArray[np.float64]:
 def _order_by_favourite_domain(share_DE: NDArray[np.float64]) -> NDArray[np.int64]:
     """Experts of the first domain first, within a domain the most used first."""
     return np.lexsort((-share_DE.max(axis=0), share_DE.argmax(axis=0)))
-
-
-def _smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Centred moving average; at both ends over the steps that there are."""
-    half = max(1, int(len(values) * _SMOOTHED_SHARE / 2))
-    return np.array(
-        [values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))], dtype=float
-    )
-
-
-def _clip_first_steps(panel: Axes, *, floor: float) -> None:
-    """Let the curves fill the panel; the first steps, before balancing acts, may be cut off."""
-    drawn = [np.asarray(line.get_ydata(), dtype=float) for line in panel.get_lines()]
-    later = [values[len(values) // 10 :] for values in drawn if len(values) > 2]
-    if later:
-        top = max(values.max() for values in later)
-        panel.set_ylim(floor - 0.05 * (top - floor), top + 0.08 * (top - floor))

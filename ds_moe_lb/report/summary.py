@@ -1,26 +1,25 @@
-"""The numbers of a run that are compared: pure, from what the run folder holds."""
+"""The numbers of runs that are compared: pure, from logs and from what our run folders hold."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from ds_moe_lb.metrics import max_selection_frequency, max_violation, mutual_information
+from ds_moe_lb.report.run_log import TRAIN_LOSS, RunLog, mean_at_end
+from ds_moe_lb.report.status import layer_statuses, worst_layer
 from ds_moe_lb.training.run_folder import Run
-
-LAST_STEPS = 50  # optimizer steps that "at the end of training" averages over
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One run in numbers.
+    """One validated run of our trainer in numbers.
 
     Attributes:
         label: name of the run.
         step: optimizer steps done at the last validation.
         validation_loss: nats per byte, mean over domains.
         loss_per_domain: nats per byte.
-        balance: means over the last steps of training, by name of the metric; empty without plugin.
         validation_max_violation: MaxVio of all held-out text, mean over layers.
         mutual_information: between domain and expert, nats, mean over layers.
         selection_frequency: per domain, the largest share of its selections that one expert took,
@@ -32,7 +31,6 @@ class Summary:
     step: int
     validation_loss: float
     loss_per_domain: dict[str, float]
-    balance: dict[str, float]
     validation_max_violation: float
     mutual_information: float
     selection_frequency: dict[str, float]
@@ -75,7 +73,6 @@ def summarise(run: Run) -> Summary:
         step=last["step"],
         validation_loss=last["loss"],
         loss_per_domain=last["loss_per_domain"],
-        balance=_mean_of_last_steps(run),
         validation_max_violation=float(max_violation(counts_LDE.sum(dim=1)).mean()),
         mutual_information=sum(map(mutual_information, counts_LDE)) / len(counts_LDE),
         selection_frequency=dict(zip(domains, frequency_LD.amax(dim=0).tolist(), strict=True)),
@@ -83,15 +80,24 @@ def summarise(run: Run) -> Summary:
     )
 
 
-def overview_rows(summaries: list[Summary]) -> list[Row]:
-    """The main table: loss, specialisation, balance, speed."""
+def summaries_of(logs: Sequence[RunLog]) -> list[Summary | None]:
+    """One for each run; None where it is not one of our trainer's or has no validation yet."""
+    return [
+        summarise(log.run) if log.run is not None and log.run.validations else None for log in logs
+    ]
 
-    def balance(key: str) -> tuple[float | None, ...]:
-        return tuple(summary.balance.get(key) for summary in summaries)
+
+def overview_rows(logs: Sequence[RunLog]) -> list[Row]:
+    """The main table: loss, specialisation, balance, speed; without rows that nobody has."""
+    summaries = summaries_of(logs)
 
     def attribute(name: str) -> tuple[float | None, ...]:
-        return tuple(getattr(summary, name) for summary in summaries)
+        return tuple(None if one is None else getattr(one, name) for one in summaries)
 
+    def at_end(name: str) -> tuple[float | None, ...]:
+        return tuple(mean_at_end(log.get(name)) for log in logs)
+
+    worst = [worst_layer(layer_statuses(log)) for log in logs]
     rows = [
         Row(
             name="validation loss (nats per byte)",
@@ -105,18 +111,27 @@ def overview_rows(summaries: list[Summary]) -> list[Row]:
             better="high",
             digits=4,
         ),
-        Row(name="LBL over the micro-batch (1 = even)", values=balance("lbl_micro_batch")),
+        Row(name="training loss", values=at_end(TRAIN_LOSS), better="low", digits=4),
+        Row(name="LBL as it is applied (1 = even)", values=at_end("lbl_used")),
+        Row(name="LBL over the micro-batch (1 = even)", values=at_end("lbl_micro_batch")),
         Row(
             name="LBL over the global batch (1 = even)",
-            values=balance("lbl_global_batch"),
+            values=at_end("lbl_global_batch"),
             better="low",
         ),
-        Row(name="MaxVio in a micro-batch (0 = even)", values=balance("max_violation_micro_batch")),
+        Row(name="MaxVio in a micro-batch (0 = even)", values=at_end("max_violation_micro_batch")),
         Row(
             name="MaxVio in a global batch (0 = even)",
-            values=balance("max_violation_global_batch"),
+            values=at_end("max_violation_global_batch"),
             better="low",
         ),
+        Row(
+            name="MaxVio in a global batch, worst layer",
+            values=tuple(None if layer is None else layer.max_violation for layer in worst),
+            better="low",
+        ),
+        Row(name="load entropy (1 = even)", values=at_end("load_entropy"), better="high"),
+        Row(name="dead experts, mean over layers", values=at_end("dead_experts"), better="low"),
         Row(
             name="MaxVio on held-out text",
             values=attribute("validation_max_violation"),
@@ -127,39 +142,21 @@ def overview_rows(summaries: list[Summary]) -> list[Row]:
     return [row for row in rows if any(value is not None for value in row.values)]
 
 
-def domain_rows(summaries: list[Summary], attribute: str, *, better: str) -> list[Row]:
+def domain_rows(summaries: Sequence[Summary | None], attribute: str, *, better: str) -> list[Row]:
     """One row per domain of `loss_per_domain` or `selection_frequency`."""
-    domains = dict.fromkeys(name for summary in summaries for name in getattr(summary, attribute))
+    tables = [{} if summary is None else getattr(summary, attribute) for summary in summaries]
     return [
-        Row(
-            name=domain,
-            values=tuple(getattr(summary, attribute).get(domain) for summary in summaries),
-            better=better,
-        )
-        for domain in domains
+        Row(name=domain, values=tuple(table.get(domain) for table in tables), better=better)
+        for domain in dict.fromkeys(name for table in tables for name in table)
     ]
 
 
-def difference(row: Row) -> float | None:
-    """Second run minus first, where there are exactly two."""
-    if len(row.values) != 2 or row.values[0] is None or row.values[1] is None:
+def difference(row: Row, run: int = 1) -> float | None:
+    """A run minus the first one; None where there is nothing to subtract."""
+    if run >= len(row.values) or run == 0:
         return None
-    return row.values[1] - row.values[0]
-
-
-def common_folder(runs: list[Run]) -> Path:
-    """Where things that belong to several runs go: the folder that holds the first run."""
-    return runs[0].path.resolve().parent
-
-
-def _mean_of_last_steps(run: Run) -> dict[str, float]:
-    records = run.history[-LAST_STEPS:]
-    keys = [
-        key
-        for key in (records[-1] if records else {})
-        if key.startswith(("lbl_", "max_violation_"))
-    ]
-    return {key: sum(record.get(key, 0.0) for record in records) / len(records) for key in keys}
+    first, other = row.values[0], row.values[run]
+    return None if first is None or other is None else other - first
 
 
 def _median(values: list[float]) -> float:
