@@ -75,6 +75,7 @@ def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dic
         seed=options.seed,
         estimates=options.estimates,
         measure=options.measure,
+        own_windows=options.windows,
     )
     result: dict[str, Any] = run_ranks(steps.measure, shape.ranks, shape, plan)
     if is_base and "gates" in options.measure:
@@ -163,6 +164,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="bench", help="of the files in it")
     parser.add_argument("--blocks", type=int, default=30, help="of whole steps, at most")
     parser.add_argument("--gate-blocks", type=int, default=60, help="of gates, at most")
+    parser.add_argument("--windows", type=int, default=8, help="for the plugin's own time")
     parser.add_argument(
         "--seconds", type=float, default=1800.0, help="per shape, after which no block begins"
     )
