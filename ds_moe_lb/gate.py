@@ -22,6 +22,7 @@ from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
     from ds_moe_lb.router import Router
+    from ds_moe_lb.router_call import RouterCall
 
 _ROUTER = "lb_router"
 _OPEN_CALL = "lb_open_call"
@@ -224,6 +225,15 @@ class GlobalBatchTopKGate(TopKGate):
         outputs[0] = call.loss_at_gate(outputs[0])
         self.__dict__[_OPEN_CALL] = call
         return tuple(outputs)
+
+
+def probabilities_of(gate: nn.Module) -> Tensor:
+    """``(T, E)`` router probabilities of the pass that a balanced gate has just made.
+
+    For forward hooks of the gate, in training and in evaluation.
+    """
+    call: RouterCall = gate.__dict__[_OPEN_CALL]
+    return call.probs_TE
 
 
 _attached: weakref.WeakSet[TopKGate] = weakref.WeakSet()

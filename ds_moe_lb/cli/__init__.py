@@ -1,4 +1,4 @@
-"""The command line: `ds-moe-lb train | compare | convert | report | verify | plan | run`.
+"""The command line: `ds-moe-lb train | compare | experiment | convert | report | verify | ...`.
 
 A command's module is imported only when it runs, so that `--help` is quick and no accelerator is
 chosen before the command had its say.
@@ -17,6 +17,7 @@ EXIT_INTERRUPTED = 130
 _HELP = {
     "train": "train a small MoE language model on text, with any DeepSpeed config",
     "compare": "train twice, with micro-batch and with global-batch loss, and show the difference",
+    "experiment": "repeat an experiment of the paper on a toy model, with intervals and figures",
     "convert": "make an MoE checkpoint from a dense transformers checkpoint, as in LLaMA-MoE",
     "report": "show runs from their TensorBoard, CSV or own logs in one self-contained HTML page",
     "verify": "prove on these ranks that counts, loss and gradients equal an fp64 reference",
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, add in (
         ("train", arguments.add_train),
         ("compare", arguments.add_compare),
+        ("experiment", arguments.add_experiment),
         ("convert", arguments.add_convert),
         ("report", arguments.add_report),
         ("verify", arguments.add_verify),
@@ -63,4 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     ):
         description = f"{_HELP[name][0].upper()}{_HELP[name][1:]}."
         add(commands.add_parser(name, help=_HELP[name], description=description))
+    # What `experiment` starts on its ranks; without a help text it is not listed.
+    arguments.add_experiment_ranks(commands.add_parser("experiment_ranks"))
     return parser

@@ -2,21 +2,16 @@
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from ds_moe_lb.cli import EXIT_INTERRUPTED, arguments
+from ds_moe_lb.cli import arguments
 from ds_moe_lb.cli.arguments import UsageError, usage_errors
+from ds_moe_lb.cli.launch import launch
 from ds_moe_lb.cli.report import require_report_packages, write_report
 from ds_moe_lb.cli.train import load_ds_config
-from ds_moe_lb.training.free_port import free_port
 
 SCOPES = ("micro_batch", "global_batch")
 _SECTION = "moe_load_balancing"
@@ -37,7 +32,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"[{number}/{len(configs)}] training with scope {scope!r}", flush=True)
         config_file = output / f"{scope}.json"
         config_file.write_text(json.dumps(config, indent=2) + "\n")
-        status = _launch(_command(options, config_file, run_folder=output / scope, label=scope))
+        words = _arguments(options, config_file, run_folder=output / scope, label=scope)
+        status = launch(words, num_ranks=options.num_ranks)
         if status != 0:
             print(f"the run with scope {scope!r} ended with exit status {status}", file=sys.stderr)
             return status
@@ -65,47 +61,11 @@ def scope_configs(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return per_scope
 
 
-def _command(
+def _arguments(
     options: argparse.Namespace, config: Path, *, run_folder: Path, label: str
 ) -> list[str]:
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
-    launcher += ["--num_accelerators", str(options.num_ranks), "--master_port", str(free_port())]
     train = ["train", "--config", str(config), "--output", str(run_folder), "--label", label]
     if options.data is not None:
         train += ["--data", str(options.data)]
     given = arguments.given_options(options) | arguments.given_model(options)
-    return [*launcher, "--module", "ds_moe_lb", *train, *arguments.as_flags(given)]
-
-
-def _launch(command: list[str]) -> int:
-    """Run the launcher; on Ctrl-C let the ranks save and wait for them.
-
-    The launcher gets a session of its own: it would kill its ranks at the terminal's Ctrl-C, while
-    here only the ranks are told, once.
-    """
-    # Ranks share this machine's cores; torch's deprecations are addressed to DeepSpeed.
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning", **os.environ}
-    if not _enough_gpus(int(command[command.index("--num_accelerators") + 1])):
-        environment.setdefault("DS_ACCELERATOR", "cpu")
-    launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-
-    def forward(number: int, frame: object) -> None:
-        for process in psutil.Process(launcher.pid).children(recursive=True):
-            if "deepspeed.launcher" not in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGINT)
-
-    previous = {
-        number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        status = launcher.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return EXIT_INTERRUPTED if status < 0 else status
-
-
-def _enough_gpus(wanted: int) -> bool:
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.device_count() >= wanted
+    return [*train, *arguments.as_flags(given)]

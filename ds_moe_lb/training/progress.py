@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 _LINES_PER_RUN = 20
 
@@ -37,6 +37,7 @@ def make_progress(
     steps: int,
     shown: bool = True,
     describe: Describe = describe_training,
+    out: TextIO | None = None,
 ) -> Progress:
     """A bar on a terminal with rich installed, plain lines elsewhere, nothing when not `shown`.
 
@@ -46,15 +47,17 @@ def make_progress(
         steps: steps in all.
         shown: False on every rank but one.
         describe: the text behind the bar, from the record of the last step.
+        out: where it is shown; None = standard output.
     """
     if not shown:
         return Silent()
-    if sys.stdout.isatty():
+    out = out or sys.stdout
+    if out.isatty():
         try:
-            return Bar(label=label, first_step=first_step, steps=steps, describe=describe)
+            return Bar(label=label, first_step=first_step, steps=steps, describe=describe, out=out)
         except ModuleNotFoundError:  # rich is an extra
             pass
-    return Lines(label=label, steps=steps, describe=describe)
+    return Lines(label=label, steps=steps, describe=describe, out=out)
 
 
 class Silent:
@@ -73,7 +76,8 @@ class Silent:
 class Lines:
     """About twenty lines per run, for logs and pipes."""
 
-    def __init__(self, *, label: str, steps: int, describe: Describe) -> None:
+    def __init__(self, *, label: str, steps: int, describe: Describe, out: TextIO) -> None:
+        self._out = out
         self._label = label
         self._describe = describe
         self._steps = steps
@@ -84,7 +88,7 @@ class Lines:
             self.note(f"step {step}/{self._steps}  {self._describe(record)}")
 
     def note(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {self._label}: {text}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {self._label}: {text}", file=self._out, flush=True)
 
     def close(self) -> None:
         pass
@@ -93,7 +97,10 @@ class Lines:
 class Bar:
     """A rich progress bar with the numbers of the last step behind it."""
 
-    def __init__(self, *, label: str, first_step: int, steps: int, describe: Describe) -> None:
+    def __init__(
+        self, *, label: str, first_step: int, steps: int, describe: Describe, out: TextIO
+    ) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
         from rich.table import Column
@@ -107,6 +114,7 @@ class Bar:
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
             TimeRemainingColumn(compact=True, table_column=whole()),
             TextColumn("{task.fields[numbers]}", table_column=whole()),
+            console=Console(file=out),
             expand=True,
         )
         self._describe = describe

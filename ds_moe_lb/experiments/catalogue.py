@@ -1,0 +1,246 @@
+"""The experiments by name: which runs each consists of, and what they are compared with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_moe_lb.experiments.setting import NUM_RANKS, RunSpec, Setting
+
+WEIGHTS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+SWITCH_SHARES = (0.25, 0.5, 0.75)
+ROUTERS = ("linear", "frozen", "hyper")
+ESTIMATES = ("running", "carry", "boundary", "exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One line of an experiment; it is run once for every seed.
+
+    Attributes:
+        name: unique in the experiment; in tables and figures.
+        section: of `moe_load_balancing`, its monitor left out.
+        micro_batch_size: None = that of the setting.
+        router: the section `moe_router`, if any.
+        shuffled: the paper's control.
+        baseline: name of the variant that it is compared with, seed by seed; "" = none.
+        group: lines of a figure that belong together.
+        at: its place on the figure's axis, where there is one.
+    """
+
+    name: str
+    section: Mapping[str, Any]
+    micro_batch_size: int | None = None
+    router: Mapping[str, Any] | None = None
+    shuffled: bool = False
+    baseline: str = ""
+    group: str = ""
+    at: float | None = None
+
+    def run(self, setting: Setting, *, seed: int) -> RunSpec:
+        """This variant with one seed."""
+        return setting.run(
+            seed=seed,
+            section=self.section,
+            micro_batch_size=self.micro_batch_size,
+            router=self.router,
+            shuffled=self.shuffled,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A question and the runs that answer it.
+
+    Attributes:
+        name: on the command line.
+        question: in one sentence.
+        source: where the paper asks it.
+        variants: made from the setting.
+    """
+
+    name: str
+    question: str
+    source: str
+    variants: Callable[[Setting], Sequence[Variant]]
+
+
+def micro(setting: Setting, *, weight: float | None = None) -> dict[str, Any]:
+    """The section of the usual loss."""
+    return {"scope": "micro_batch", "aux_loss_coeff": weight or setting.aux_loss_coeff}
+
+
+def over_global_batch(
+    setting: Setting, estimate: str = "running", *, weight: float | None = None, **more: Any
+) -> dict[str, Any]:
+    """The section of the global-batch loss."""
+    weight = setting.aux_loss_coeff if weight is None else weight
+    return {"scope": "global_batch", "estimate": estimate, "aux_loss_coeff": weight, **more}
+
+
+def _methods(setting: Setting) -> list[Variant]:
+    hybrid = over_global_batch(setting, micro_batch_weight=setting.hybrid_weight)
+    bias = over_global_batch(setting, weight=0.0, bias_update_rate=setting.bias_update_rate)
+    sections = {name: over_global_batch(setting, name) for name in ESTIMATES}
+    return [
+        Variant(name="micro", section=micro(setting)),
+        *(Variant(name=name, section=x, baseline="micro") for name, x in sections.items()),
+        Variant(name="shuffle", section=micro(setting), shuffled=True, baseline="micro"),
+        Variant(name="hybrid", section=hybrid, baseline="micro"),
+        Variant(name="bias", section=bias, baseline="micro"),
+        Variant(name="none", section={"scope": "none"}, baseline="micro"),
+    ]
+
+
+def _balance_batch(setting: Setting) -> list[Variant]:
+    """One sequence up to the global batch; a micro-batch is as large as the batch it balances."""
+    largest = setting.global_batch_size // NUM_RANKS
+    sequence = {"scope": "sequence", "aux_loss_coeff": setting.aux_loss_coeff}
+    variants = [Variant(name="1", section=sequence, micro_batch_size=largest, at=1)]
+    size = 2
+    while size <= largest:
+        variants.append(
+            Variant(
+                name=f"{size}", section=micro(setting), micro_batch_size=size, baseline="1", at=size
+            )
+        )
+        size *= 2
+    # In one forward per rank and step, "running" is the whole global batch.
+    whole = setting.global_batch_size
+    return [
+        *variants,
+        Variant(
+            name=f"{whole}",
+            section=over_global_batch(setting),
+            micro_batch_size=largest,
+            baseline="1",
+            at=whole,
+        ),
+    ]
+
+
+def _weights(setting: Setting) -> list[Variant]:
+    return [
+        Variant(
+            name=f"{group} {weight:g}",
+            section=make(setting, weight=weight),
+            baseline=f"micro {weight:g}" if group == "global" else "",
+            group=group,
+            at=weight,
+        )
+        for group, make in _BOTH.items()
+        for weight in WEIGHTS
+    ]
+
+
+def _switch(setting: Setting) -> list[Variant]:
+    def scheduled(name: str, first: dict[str, Any], then: str, *, share: float) -> Variant:
+        step = max(1, round(share * setting.steps))
+        section = {**first, "schedule": [{"step": step, "scope": then}]}
+        group = name.partition(" at ")[0]
+        return Variant(name=name, section=section, baseline="micro", group=group, at=share)
+
+    to_global = [
+        scheduled(f"micro to global at {share:.0%}", micro(setting), "global_batch", share=share)
+        for share in reversed(SWITCH_SHARES)
+    ]
+    share = SWITCH_SHARES[len(SWITCH_SHARES) // 2]
+    back = scheduled(
+        f"global to micro at {share:.0%}", over_global_batch(setting), "micro_batch", share=share
+    )
+    group = to_global[0].group
+    whole = over_global_batch(setting)
+    return [
+        Variant(name="micro", section=micro(setting), group=group, at=1.0),
+        *to_global,
+        Variant(name="global", section=whole, baseline="micro", group=group, at=0.0),
+        back,
+    ]
+
+
+def _routing(setting: Setting) -> list[Variant]:
+    return [
+        Variant(name="micro", section=micro(setting)),
+        Variant(name="global", section=over_global_batch(setting), baseline="micro"),
+    ]
+
+
+def _routers(setting: Setting) -> list[Variant]:
+    variants = []
+    for group, make in _BOTH.items():
+        for router in ROUTERS:
+            # Linear is what a model has without the section: its runs are shared with others.
+            section = None if router == "linear" else {"type": router}
+            baseline = f"linear, {group}" if router != "linear" else "linear, micro"
+            name = f"{router}, {group}"
+            variants.append(
+                Variant(
+                    name=name,
+                    section=make(setting),
+                    router=section,
+                    baseline="" if name == baseline else baseline,
+                    group=group,
+                )
+            )
+    return variants
+
+
+_BOTH = {"micro": micro, "global": over_global_batch}
+
+EXPERIMENTS = {
+    experiment.name: experiment
+    for experiment in (
+        Experiment(
+            name="methods",
+            question="What does each way of balancing do to loss, specialisation and balance?",
+            source="Tables 1, 2 and 5",
+            variants=_methods,
+        ),
+        Experiment(
+            name="weights",
+            question="Is the global batch better at equal balance, and at each one's best weight?",
+            source="Table 4",
+            variants=_weights,
+        ),
+        Experiment(
+            name="routers",
+            question="Does a router made by a hypernetwork, or a frozen one, change the picture?",
+            source="HyperRouter, EMNLP 2023",
+            variants=_routers,
+        ),
+        Experiment(
+            name="balance-batch",
+            question="How do loss and specialisation depend on the balance batch size?",
+            source="Figure 2",
+            variants=_balance_batch,
+        ),
+        Experiment(
+            name="routing",
+            question="Which experts does each domain use, and how sure is the router?",
+            source="Figures 1 and 4",
+            variants=_routing,
+        ),
+        Experiment(
+            name="switch",
+            question="Is it too late to switch to the global batch during training?",
+            source="Table 3",
+            variants=_switch,
+        ),
+    )
+}
+
+
+def seeds(number: int) -> range:
+    """The seeds of an experiment, the same for all its variants."""
+    return range(1, number + 1)
+
+
+def runs_of(
+    experiment: Experiment, setting: Setting, *, num_seeds: int
+) -> list[tuple[Variant, RunSpec]]:
+    """All runs, a whole set of variants for one seed after the other."""
+    variants = experiment.variants(setting)
+    return [
+        (variant, variant.run(setting, seed=seed))
+        for seed in seeds(num_seeds)
+        for variant in variants
+    ]
