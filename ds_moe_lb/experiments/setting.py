@@ -43,7 +43,9 @@ class Setting:
     aux_loss_coeff: float = 0.1
     bias_update_rate: float = 0.003
     hybrid_weight: float = 0.01
-    model: Mapping[str, Any] = field(default_factory=lambda: {"num_layers": 2})
+    model: Mapping[str, Any] = field(
+        default_factory=lambda: {"num_layers": 2, "sequence_length": 64}
+    )
     eval_batches: int = 4
 
     def run(
