@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_moe_lb.experiments.setting import NUM_RANKS, RunSpec, Setting
 
-WEIGHTS = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+WEIGHTS = (0.003, 0.01, 0.03, 0.1, 0.3)
 SWITCH_SHARES = (0.25, 0.5, 0.75)
 ROUTERS = ("linear", "frozen", "hyper")
 ESTIMATES = ("running", "carry", "boundary", "exact")

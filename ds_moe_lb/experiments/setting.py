@@ -36,7 +36,7 @@ class Setting:
         eval_batches: validation batches per domain.
     """
 
-    steps: int = 200
+    steps: int = 150
     global_batch_size: int = 32
     micro_batch_size: int = 2
     learning_rate: float = 3e-3
