@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_moe_lb import _compat
 from ds_moe_lb.complaints import Complaints
 from ds_moe_lb.config import LoadBalancingConfig
-from ds_moe_lb.counting_pass import count_batches, take_batches
+from ds_moe_lb.counting_pass import count_window, require_counted
 from ds_moe_lb.counts import CountLayout
 from ds_moe_lb.estimates import BalanceCounts
 from ds_moe_lb.monitor import BalanceMonitor
@@ -19,7 +19,12 @@ from ds_moe_lb.policy import Policies, policy_at
 from ds_moe_lb.process_groups import CountGroup
 from ds_moe_lb.router import Router
 from ds_moe_lb.router_call import Masks
-from ds_moe_lb.selection_bias import bias_step
+from ds_moe_lb.selection_bias import (
+    SelectionBias,
+    masters_of,
+    move_biases,
+    restore_masters,
+)
 from ds_moe_lb.sync import CountReducer, ModelPlace
 from ds_moe_lb.window import MicroStep, Window
 
@@ -81,6 +86,7 @@ class LoadBalancer:
             count_group=report_group,
         )
         self._routers: Sequence[Router] = ()
+        self._biases: Sequence[SelectionBias | None] = ()
         self._uninstall: Callable[[], None] = _nothing
         self._forget_calls: Callable[[], None] = _nothing
         self.complaints = Complaints()
@@ -161,17 +167,7 @@ class LoadBalancer:
             RuntimeError: in the middle of a window, in evaluation mode, or `forward` does not run
                 the engine once.
         """
-        taken = take_batches(batches, gas=self.engine.gradient_accumulation_steps())
-        self.close_window_if_stepped()
-        if self.policy.estimate == "exact":
-            if self.balance.window.num_micro_steps:
-                raise RuntimeError(
-                    f"LoadBalancer.window: called {self.balance.window.num_micro_steps} "
-                    f"micro-steps into an accumulation window; finish that one first, by an "
-                    f"optimizer step"
-                )
-            self.balance.start_counted(count_batches(self, taken, forward))
-        return iter(taken)
+        return iter(count_window(self, batches, forward))
 
     def uninstall(self) -> None:
         """Take the plugin off the engine: built-in losses, methods and checkpoints as they were."""
@@ -194,6 +190,7 @@ class LoadBalancer:
             uninstall: undoes the installation.
         """
         self._routers = routers
+        self._biases = [router.bias for router in routers]
         self._forget_calls = forget_calls
         self._uninstall = uninstall
 
@@ -218,13 +215,7 @@ class LoadBalancer:
     def _begin_micro_step(self) -> None:
         self._forget_calls()
         self.close_window_if_stepped()
-        if self.policy.estimate == "exact" and not self.balance.has_counted:
-            raise RuntimeError(
-                "moe_load_balancing.estimate: 'exact' counts a window before its first backward, "
-                "so training has to go through `for batch in engine.load_balancer.window(batches, "
-                "forward)` with the batches of each optimizer step; where a trainer owns the loop, "
-                "use 'boundary' (the whole last window) or 'carry'"
-            )
+        require_counted(self)
         for router in self._routers:
             router.retire()
         self.micro_step = self.balance.window.begin_micro_step()
@@ -269,8 +260,9 @@ class LoadBalancer:
         else:
             applied = self.engine.skipped_steps == self._first_skipped
             whole = self.balance.close_window(applied=applied)
-            if whole is not None and self.policy.config.bias_update_rate:
-                self._update_biases(whole.wait().counts_F)
+            rate = self.policy.config.bias_update_rate
+            if whole is not None and rate:
+                move_biases(self._biases, whole.wait().counts_F, self.layout, rate=rate)
             self.monitor.close_window(self.balance.window, engine=self.engine)
             if self.policy.offers_l_aux:
                 self.complaints.step_with_l_aux()
@@ -278,10 +270,15 @@ class LoadBalancer:
                 self.complaints.recount(self.balance.recount_difference())
         self.start_window()
 
-    def _update_biases(self, counts_F: Tensor) -> None:
-        step_F = self.policy.config.bias_update_rate * bias_step(counts_F, self.layout)
-        for router, where in zip(self._routers, self.layout.count_slices, strict=True):
-            router.add_to_bias(step_F[where])
+    def state_dict(self) -> dict[str, Any]:
+        """What rides in a checkpoint, on the CPU. Collective over the pipeline."""
+        masters = masters_of(self._biases, self.layout)
+        return self.balance.state_dict() | ({"bias_masters": masters} if masters else {})
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> str | None:
+        """Take up what rode in one, if it did; returns what the user should know about it."""
+        restore_masters(self._biases, self.layout, (state or {}).get("bias_masters", {}))
+        return self.balance.load_state_dict(state)
 
     def start_window(self) -> None:
         """Begin a window with nothing in it: after an optimizer step, or a loaded checkpoint."""

@@ -40,6 +40,34 @@ def take_batches(batches: Iterable[_Batch], *, gas: int) -> list[_Batch]:
     return taken
 
 
+def count_window(
+    balancer: "LoadBalancer", batches: Iterable[_Batch], forward: Callable[[_Batch], Any]
+) -> list[_Batch]:
+    """The batches of the window that begins; see :meth:`ds_moe_lb.LoadBalancer.window`."""
+    taken = take_batches(batches, gas=balancer.engine.gradient_accumulation_steps())
+    balancer.close_window_if_stepped()
+    if balancer.policy.estimate == "exact":
+        num_micro_steps = balancer.balance.window.num_micro_steps
+        if num_micro_steps:
+            raise RuntimeError(
+                f"LoadBalancer.window: called {num_micro_steps} micro-steps into an accumulation "
+                f"window; finish that one first, by an optimizer step"
+            )
+        balancer.balance.start_counted(count_batches(balancer, taken, forward))
+    return taken
+
+
+def require_counted(balancer: "LoadBalancer") -> None:
+    """RuntimeError if a window that has to be counted first is trained on at once."""
+    if balancer.policy.estimate == "exact" and not balancer.balance.has_counted:
+        raise RuntimeError(
+            "moe_load_balancing.estimate: 'exact' counts a window before its first backward, so "
+            "training has to go through `for batch in engine.load_balancer.window(batches, "
+            "forward)` with the batches of each optimizer step; where a trainer owns the loop, use "
+            "'boundary' (the whole last window) or 'carry'"
+        )
+
+
 def count_batches(
     balancer: "LoadBalancer", batches: Iterable[_Batch], forward: Callable[[_Batch], Any]
 ) -> Window:

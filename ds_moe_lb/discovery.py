@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from ds_moe_lb.adapters.transformers import OwnLoss
 
 
+_NO_BIAS = (
+    "it has no correction bias of its own, and ours has no place outside of native and AutoEP "
+    "layers; set the rate to 0, or train the model with AutoEP (expert_parallel)"
+)
+
+
 def refuse_unsupported(engine: Any, config: LoadBalancingConfig) -> None:
     if isinstance(engine, PipelineEngine) and config.aux_loss_coeff is None:
         if config.scope != "none":
@@ -63,12 +69,14 @@ def refuse_terms(engine: Any, sites: Sequence[RouterSite], config: LoadBalancing
             f"{SECTION}.scope: got 'sequence', but with sequence parallelism no rank has a whole "
             f"sequence; use 'global_batch' or 'micro_batch'"
         )
-    unbiased = [site.name for site in sites if not site.takes_bias]
-    if config.bias_update_rate and unbiased:
-        raise ValueError(
-            f"{SECTION}.bias_update_rate: got {config.bias_update_rate!r}, but the selection of "
-            f"layer {unbiased[0]!r} takes no bias; set it to 0"
-        )
+    for site in sites if config.bias_update_rate else ():
+        refusal = site.bias.refusal if site.bias is not None else _NO_BIAS
+        if refusal is not None:
+            raise ValueError(
+                f"{SECTION}.bias_update_rate: got {config.bias_update_rate!r}, but the selection "
+                f"of layer {site.name!r} ({type(site.module).__qualname__}) cannot be biased: "
+                f"{refusal}"
+            )
     without = [site.name for site in sites if not site.has_logits]
     if config.z_loss_coeff and without:
         raise ValueError(

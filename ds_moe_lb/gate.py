@@ -17,7 +17,12 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ds_moe_lb.selection_bias import accept_all_checkpoints, bias_of, remove_bias
+from ds_moe_lb.selection_bias import (
+    SelectionBias,
+    accept_all_checkpoints,
+    bias_of,
+    remove_bias,
+)
 from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
@@ -243,7 +248,6 @@ class NativeSite(RouterSite):
     """The gate of a ``deepspeed.moe.layer.MoE``."""
 
     has_l_aux = True
-    takes_bias = True
 
     def __init__(self, name: str, moe_layer: MOELayer) -> None:
         gate = moe_layer.gate
@@ -256,6 +260,7 @@ class NativeSite(RouterSite):
             top_k=gate.k,
             expert_group_name=moe_layer.ep_group_name,
         )
+        self.bias = SelectionBias(gate)
         self._moe_layer = moe_layer
         self._handles: list[Any] = []
 

@@ -171,8 +171,8 @@ class _Installation:
             for layer, site in zip(balancer.layout.layers, self._sites, strict=True)
         ]
         for site, router in zip(self._sites, routers, strict=True):
-            if any(state.bias_update_rate for _, state in states):
-                site.add_bias()
+            if site.bias is not None and any(state.bias_update_rate for _, state in states):
+                site.bias.add(num_experts=site.num_experts)
             site.attach(router)
             if any(state.scope == "sequence" for _, state in states):
                 self._handles.append(site.watch_sequences())
@@ -272,7 +272,7 @@ class _Installation:
     ) -> Any:
         self._balancer.close_window_if_stepped()
         state = dict(client_state or {})
-        state[SECTION] = self._balancer.balance.state_dict()
+        state[SECTION] = self._balancer.state_dict()
         if not save_latest or checkpoints.writes_latest_late(self._engine):
             return original(save_dir, tag, state, save_latest, *args, **kwargs)
         # As DeepSpeed chooses it; handed over, so that `latest` cannot name another.
@@ -294,7 +294,7 @@ class _Installation:
         # DeepSpeed saves no partial gradients, so whatever was accumulated is void: a new window
         # begins.
         self._balancer.start_window()
-        news = self._balancer.balance.load_state_dict(own)
+        news = self._balancer.load_state_dict(own)
         if news is not None and dist.get_rank() == 0:
             logger.warning(f"{SECTION}: {news}")
         return path, client_state

@@ -13,6 +13,7 @@ from torch import Tensor
 from ds_moe_lb import _compat, loss
 from ds_moe_lb.counts import RouterLayer, count_selections
 from ds_moe_lb.router_call import CallRecord, Masks, RouterCall, num_rows_of
+from ds_moe_lb.selection_bias import SelectionBias
 from ds_moe_lb.sites import RouterSite
 from ds_moe_lb.window import MicroStep
 
@@ -50,11 +51,10 @@ class Router:
         """Whether the router takes a gradient at all."""
         return self._site.is_trainable
 
-    def add_to_bias(self, step_E: Tensor) -> None:
-        """Move the bias of the selection, which the site has."""
-        bias_E = self._site.selection_bias
-        assert bias_E is not None
-        bias_E.add_(step_E.to(bias_E.device))
+    @property
+    def bias(self) -> SelectionBias | None:
+        """The bias of its selection; None where it takes none."""
+        return self._site.bias
 
     @property
     def wants_logits(self) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ds_moe_lb.selection_bias import add_bias, bias_of
+from ds_moe_lb.selection_bias import SelectionBias
 
 if TYPE_CHECKING:
     from ds_moe_lb.router import Router
@@ -25,13 +25,13 @@ class RouterSite(ABC):
         block: the module around it, whose input is that of the layer, ``(B, S, M)`` as a rule.
         sequences: ``(B, S)`` of the block's last input where it is watched; None = it had none.
         has_logits: what it computes first are logits, and not probabilities.
-        takes_bias: its selection can be biased.
+        bias: of its selection; None where it takes none.
         has_l_aux: the layer hands a loss to the script, which may add it.
     """
 
     has_l_aux = False
     has_logits = True
-    takes_bias = False
+    bias: SelectionBias | None = None
     sequences: tuple[int, int] | None = None
 
     def __init__(
@@ -55,15 +55,6 @@ class RouterSite(ABC):
     def is_trainable(self) -> bool:
         """Whether the router takes a gradient at all; it does not under most of LoRA."""
         return any(parameter.requires_grad for parameter in self.module.parameters())
-
-    @property
-    def selection_bias(self) -> Tensor | None:
-        """The bias of its selection, ``(E,)`` fp32; None where it has none."""
-        return bias_of(self.module)
-
-    def add_bias(self) -> None:
-        """Give it a bias of zeros; only where it `takes_bias`, and to be undone by `detach`."""
-        add_bias(self.module, num_experts=self.num_experts)
 
     def watch_sequences(self) -> Any:
         """Note ``(B, S)`` of everything that enters the block; returns the handle of the hook."""

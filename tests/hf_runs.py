@@ -7,6 +7,7 @@ Runs on ranks return plain data; the reference is made in the calling process.
 """
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,8 +189,10 @@ def own_parameters(router: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def start_engine(run: Run) -> Any:
-    """Model and engine of a run, with the plugin."""
+def start_engine(
+    run: Run, *, prepare: Callable[[torch.nn.Module], Any] = lambda model: None
+) -> Any:
+    """Model and engine of a run, with the plugin; `prepare` gets the model before the engine."""
     import ds_moe_lb
 
     torch.manual_seed(7)  # the same weights on every rank
@@ -200,6 +203,7 @@ def start_engine(run: Run) -> Any:
             model.enable_input_require_grads()
     if run.freeze_embeddings:
         model.get_input_embeddings().requires_grad_(False)
+    prepare(model)
     return ds_moe_lb.initialize(
         model=model, model_parameters=model.parameters(), config=run.config()
     )[0]
@@ -212,12 +216,30 @@ def train_on_rank(runs: list[Run]) -> list[list[dict[str, Any]]]:
 
 def _train(run: Run) -> list[dict[str, Any]]:
     engine = start_engine(run)
+    records = train_windows(run, engine, range(run.num_windows))
+    engine.load_balancer.uninstall()
+    engine.destroy()
+    return records
+
+
+def train_windows(
+    run: Run,
+    engine: Any,
+    windows: Iterable[int],
+    *,
+    before_step: Callable[[int, int], None] = lambda window, micro_step: None,
+) -> list[dict[str, Any]]:
+    """Train these windows of the run on an engine that is fresh or resumed; their records.
+
+    Args:
+        before_step: called with window and micro-step before `engine.step`.
+    """
     routers = find_routers(engine.module)
     recorder = Recorder(routers, next(iter(engine.load_balancer.layout.layers)).top_k)
-    for window in range(run.num_windows):
+    for window in windows:
         weights = {
             name: {
-                key: _full(parameter).double().tolist()
+                key: full(parameter).double().tolist()
                 for key, parameter in own_parameters(router).items()
             }
             for name, router in routers.items()
@@ -240,13 +262,13 @@ def _train(run: Run) -> list[dict[str, Any]]:
                 counts = {name: n.tolist() for name, n in engine.load_balancer.counts().items()}
                 recorder.close_window(weights, grads)
                 recorder.windows[-1]["counts"] = counts
+            before_step(window, micro_step)
             engine.step()
-    engine.load_balancer.uninstall()
-    engine.destroy()
     return recorder.windows
 
 
-def _full(parameter: torch.nn.Parameter) -> torch.Tensor:
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """All of it in fp32, also under ZeRO-3."""
     with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().float().clone()
 

@@ -146,6 +146,46 @@ def test_no_coefficient_where_nobody_applies_a_loss_is_refused(
         _own(make_model(family, **model))
 
 
+def test_a_config_that_does_not_say_how_many_experts_a_token_chooses_is_named() -> None:
+    """DeepSeek-V2's config has None by default, which was a TypeError of torch.topk."""
+    model = make_model("deepseek_v2", num_experts_per_tok=None)
+    named = (
+        r"'model\.layers\.0\.mlp\.gate' \(DeepseekV2\w+\) cannot be balanced: num_experts_per_tok"
+    )
+    with pytest.raises(ValueError, match=named):
+        find_transformers_sites(list(model.named_modules()))
+
+
+OWN_BIASES = {
+    "deepseek_v3": "gate.e_score_correction_bias",
+    "glm4_moe": "gate.e_score_correction_bias",
+    "dots1": "gate.e_score_correction_bias",
+    "minimax_m3": "gate.e_score_correction_bias",
+    "minimax_m2": "e_score_correction_bias",
+    "ernie4_5_moe": "gate.moe_statics.e_score_correction_bias",
+    "lfm2_moe": "expert_bias",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_correction_bias_of_a_family_is_found_where_it_has_one(family: str) -> None:
+    model = make_model(family)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for site in find_transformers_sites(list(model.named_modules())):
+        if family not in OWN_BIASES:
+            assert site.bias is None
+        else:
+            block = site.name.rpartition(".")[0]
+            assert site.bias.tensor is tensors[f"{block}.{OWN_BIASES[family]}"]
+
+
+def test_a_bias_that_a_family_does_not_use_is_none() -> None:
+    sites = find_transformers_sites(
+        list(make_model("lfm2_moe", use_expert_bias=False).named_modules())
+    )
+    assert [site.bias for site in sites] == [None, None]
+
+
 def test_a_transformers_that_autoep_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"expert_parallel": {"enabled": True}}
     _compat.refuse_broken_autoep(config)  # 5.22

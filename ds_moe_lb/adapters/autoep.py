@@ -11,7 +11,13 @@ from torch import Tensor
 
 from ds_moe_lb.adapters.observing import observe
 from ds_moe_lb.config import SECTION
-from ds_moe_lb.selection_bias import accept_all_checkpoints, bias_of, remove_bias
+from ds_moe_lb.selection_bias import (
+    NAME,
+    SelectionBias,
+    accept_all_checkpoints,
+    bias_of,
+    remove_bias,
+)
 from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
@@ -67,8 +73,6 @@ class GlobalBatchTopKRouter(TokenChoiceTopKRouter):
 class AutoEPSite(RouterSite):
     """The router of an ``AutoEPMoELayer``."""
 
-    takes_bias = True
-
     def __init__(self, name: str, moe_layer: AutoEPMoELayer) -> None:
         router = moe_layer.router
         if type(router) is not TokenChoiceTopKRouter:
@@ -92,6 +96,8 @@ class AutoEPSite(RouterSite):
             top_k=router.top_k,
             expert_group_name=moe_layer.ep_group_name,
         )
+        has_own = router.e_score_correction_bias is not None
+        self.bias = SelectionBias(router, "e_score_correction_bias" if has_own else NAME)
 
     @property
     def is_trainable(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_moe_lb.adapters.correction_bias import prefer_first_expert
 from ds_moe_lb.config import SECTION
 
 _NUM_TOKENS = 64
@@ -41,6 +42,7 @@ class RouterFacts:
         logits_at: index of the logits in the output.
         scores_at: index of what routing goes on with, which carries the gradient.
         selected_at: index of the chosen experts; None = the k largest logits, chosen later.
+        takes_bias: a correction bias of its own moves what it chooses, and nothing else.
     """
 
     num_experts: int
@@ -49,6 +51,7 @@ class RouterFacts:
     logits_at: int = 0
     scores_at: int = 1
     selected_at: int | None = 2
+    takes_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def read_router(module: nn.Module, config: Any, *, name: str) -> RouterFacts:
         raise _unreadable(name, cls, odd.refusal)
     text_config = config.get_text_config()
     try:
-        outputs, top_k = _try_out(module, text_config)
+        outputs, biased, top_k = _try_out(module, text_config)
         logits_TE = outputs[odd.logits_at]
         num_experts = logits_TE.shape[-1]
         if top_k is None and odd.selected_at is not None:
@@ -112,12 +115,25 @@ def read_router(module: nn.Module, config: Any, *, name: str) -> RouterFacts:
     except _UnreadableError as error:
         raise _unreadable(name, cls, str(error)) from None
     except (TypeError, AttributeError, IndexError, RuntimeError, ValueError) as error:
+        key = _missing_choices(text_config)
+        if key is not None:
+            raise ValueError(
+                f"{SECTION}: the router {name!r} ({cls.__qualname__}) cannot be balanced: {key} of "
+                f"the model's config is None; set it to the number of experts that each token "
+                f"chooses, for instance 2"
+            ) from error
         reason = f"trying a copy of it gave {type(error).__name__}: {error}"
         raise _unreadable(name, cls, reason) from error
     if top_k is None:
         raise _unreadable(name, cls, "nothing tells how many experts it chooses")
     return RouterFacts(
-        num_experts, top_k, score_function, odd.logits_at, odd.scores_at, odd.selected_at
+        num_experts,
+        top_k,
+        score_function,
+        odd.logits_at,
+        odd.scores_at,
+        odd.selected_at,
+        takes_bias=biased is not None and _only_chose_first(outputs, biased),
     )
 
 
@@ -132,8 +148,15 @@ def _unreadable(name: str, cls: type, reason: str) -> ValueError:
     )
 
 
-def _try_out(module: nn.Module, config: Any) -> tuple[tuple[Tensor, ...], int | None]:
-    """The outputs of a fresh instance on random tokens, and the live router's k if it tells."""
+def _try_out(
+    module: nn.Module, config: Any
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None, int | None]:
+    """A fresh instance on random tokens.
+
+    Returns:
+        Its outputs; those with a bias towards expert 0, if it has a correction bias; and the live
+        router's k if it tells.
+    """
     top_k = _number_of_choices(module, config)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
@@ -151,12 +174,31 @@ def _try_out(module: nn.Module, config: Any) -> tuple[tuple[Tensor, ...], int | 
         hidden_size = getattr(config, "hidden_size", None) or config.d_model
         tokens = torch.randn(1, _NUM_TOKENS, hidden_size)
         further = _further_arguments(probe)
-        try:
-            outputs = probe(tokens[0], **further)
-        except ValueError:  # some take (B, S, M) apart themselves
-            outputs = probe(tokens, **further)
+        outputs = _call(probe, tokens, further)
+        biased = None
+        if prefer_first_expert(probe, further):
+            biased = _call(probe, tokens, further)
+    return outputs, biased, top_k
+
+
+def _call(probe: nn.Module, tokens: Tensor, further: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    try:
+        outputs = probe(tokens[0], **further)
+    except ValueError:  # some take (B, S, M) apart themselves
+        outputs = probe(tokens, **further)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple(x.flatten(0, -2) if isinstance(x, Tensor) else x for x in outputs), top_k
+    return tuple(x.flatten(0, -2) if isinstance(x, Tensor) else x for x in outputs)
+
+
+def _only_chose_first(plain: tuple[Tensor, ...], biased: tuple[Tensor, ...]) -> bool:
+    """Whether a bias towards expert 0 had it chosen and left its weights those of the scores."""
+    logits_TE, weights_TK, selected_TK = biased[:3]
+    if not torch.equal(plain[0], logits_TE) or not (selected_TK == 0).any(dim=1).all():
+        return False
+    try:
+        return _recognise(logits_TE, weights_TK, selected_TK) == _recognise(*plain[:3])
+    except _UnreadableError:
+        return False
 
 
 def _further_arguments(probe: nn.Module) -> dict[str, Tensor]:
@@ -185,6 +227,13 @@ def _number_of_choices(module: nn.Module, config: Any) -> int | None:
             if isinstance(value, int):
                 return value
     return None
+
+
+def _missing_choices(config: Any) -> str | None:
+    """The key of the config that should tell k and is None; DeepSeek-V2's is by default."""
+    keys = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
+    found = {key: getattr(config, key) for key in keys if hasattr(config, key)}
+    return None if any(found.values()) else next(iter(found), None)
 
 
 def _recognise(logits_TE: Tensor, weights_TK: Any, selected_TK: Any) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_moe_lb.adapters.correction_bias import find_correction_bias
 from ds_moe_lb.adapters.observing import observe
 from ds_moe_lb.adapters.router_facts import RouterFacts, read_router
 from ds_moe_lb.config import SECTION
@@ -43,6 +44,8 @@ class TransformersSite(RouterSite):
             expert_group_name=None,
         )
         self.has_logits = facts.score_function != "probabilities"
+        if facts.takes_bias:
+            self.bias = find_correction_bias(module, block, num_experts=facts.num_experts)
         self._facts = facts
         self._wrapped = wrapped  # the router, or what peft put around it
         self._handle: Any = None
