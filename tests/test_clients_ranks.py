@@ -334,6 +334,42 @@ def test_the_models_own_loss_is_added_in_evaluation_only(family: str) -> None:
         assert on[0] > off[0] + 1.0 and on[2] is not None
 
 
+def _tuples(runs: list[Run]) -> list[tuple[list[str], list[str], float]]:
+    return [_tuple_of(run) for run in runs]
+
+
+def _tuple_of(run: Run) -> tuple[list[str], list[str], float]:
+    """Types and shapes of a training forward's tuple, with the plugin and without; our aux_loss."""
+    shapes: list[list[str]] = []
+    for uninstalls in (False, True):
+        engine = start_engine(run)
+        if uninstalls:
+            engine.load_balancer.uninstall()
+        inputs = make_inputs(run, window=0, micro_step=0)
+        given = {"labels": inputs["labels"], "output_router_logits": True, "return_dict": False}
+        output = engine(inputs["input_ids"], use_cache=False, **given)
+        assert isinstance(output, tuple)
+        shapes.append([_shape(entry) for entry in output])
+        if not uninstalls:
+            aux_loss = float(output[1])
+            engine.backward(output[0])
+            engine.load_balancer.uninstall()
+        engine.destroy()
+    return (*shapes, aux_loss)
+
+
+def _shape(entry: Any) -> str:
+    return f"{tuple(entry.shape)}" if hasattr(entry, "shape") else str([_shape(x) for x in entry])
+
+
+def test_a_tuple_has_the_entries_that_the_model_itself_gives_it() -> None:
+    """The place of the loss was missing, so that every later entry was taken for another."""
+    runs = [replace(BASE, family=family) for family in ("qwen3_moe", "mixtral", "minimax_m2")]
+    for ours, models_own, aux_loss in run_ranks(_tuples, 1, runs)[0]:
+        assert len(ours) == 4 and ours == models_own
+        assert aux_loss == 0.0
+
+
 def _copies_and_signatures(run: Run) -> dict[str, Any]:
     engine = start_engine(run)
     inputs = make_inputs(run, window=0, micro_step=0)

@@ -5,6 +5,7 @@ Shape legend: B sequences of this micro-batch on this rank, S tokens each, Q and
 
 import inspect
 import weakref
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -130,7 +131,8 @@ class OwnLossSwitch:
     """Keeps a transformers model from adding its own auxiliary loss in training.
 
     The model's config, which is saved with its weights, stays as it is. Where the loss was asked
-    for, the output has a zero in its place, for scripts that add ``coefficient * aux_loss``.
+    for, the output has a zero in its place, for scripts that add ``coefficient * aux_loss``. A
+    tuple, where one was asked for, has as many entries as the model's own.
     """
 
     def __init__(self, model: nn.Module, balancer: LoadBalancer) -> None:
@@ -138,7 +140,12 @@ class OwnLossSwitch:
         self._balancer = balancer
         self._signature = inspect.signature(model.forward)
         self._asked: list[bool] = []
+        self._wants_tuple = False
+        # The model inside records the router logits, and the one around it makes a loss of them.
+        inside: nn.Module = getattr(model, "base_model", model)
+        self._inside = weakref.ref(inside)
         self._handles = [
+            inside.register_forward_pre_hook(self._before_inside, with_kwargs=True),
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
         ]
@@ -171,11 +178,31 @@ class OwnLossSwitch:
             asked = getattr(config.get_text_config(), "output_router_logits", False)
         self._asked[-1] = bool(asked)
         bound.arguments["output_router_logits"] = False
-        return bound.args, bound.kwargs
+        # By a config with return_dict false these families fail in transformers itself.
+        self._wants_tuple = bool(asked) and kwargs.get("return_dict") is False
+        if not self._wants_tuple:
+            return bound.args, bound.kwargs
+        # A tuple leaves out what is None, so the loss needs its place before it becomes one.
+        return bound.args, bound.kwargs | {"return_dict": True}
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is not self._model() or not self._asked.pop():
-            return
-        if isinstance(output, dict) and getattr(output, "aux_loss", 0) is None:
-            device = next((x.device for x in output.values() if isinstance(x, Tensor)), None)
-            output["aux_loss"] = torch.zeros((), device=device)
+    def _before_inside(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        is_on = module is self._inside() and bool(self._asked) and self._wants_tuple
+        if not is_on or "output_router_logits" not in kwargs:
+            return None
+        return args, kwargs | {"output_router_logits": True}
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if module is not self._model() or not self._asked.pop() or not isinstance(output, dict):
+            return output
+        return _with_aux_loss(output, as_tuple=self._wants_tuple)
+
+
+def _with_aux_loss(output: Any, *, as_tuple: bool) -> Any:
+    """A transformers ModelOutput with a zero where its auxiliary loss is None."""
+    if getattr(output, "aux_loss", 0) is None:
+        device = next((x.device for x in output.values() if isinstance(x, Tensor)), None)
+        output["aux_loss"] = torch.zeros((), device=device)
+        for field in fields(output):  # the new entry belongs in the middle
+            if field.name in output:
+                output.move_to_end(field.name)
+    return output.to_tuple() if as_tuple else output
