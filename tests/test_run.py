@@ -70,6 +70,32 @@ def test_the_script_sees_its_own_arguments_and_folder(tmp_path: Path) -> None:
     assert done.stdout.strip() == "__main__ ['y'] 7", done.stderr
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([], ["--", "--x"]),
+        ([], ["--", "--", "y", "--"]),
+        ([], ["--module", "--help", "-h", "--local_rank", "3"]),
+        ([], []),
+        (["--"], ["--", "x"]),
+    ],
+)
+def test_everything_after_the_script_is_passed_on_untouched(
+    before: list[str],
+    after: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """argparse took a `--` right after SCRIPT for its own and dropped it."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["run", *before, str(script), *after]) == 0
+    assert capsys.readouterr().out.strip() == str(after)
+
+
 def test_a_script_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.argv
     try:

@@ -296,7 +296,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="SCRIPT is the name of a module, as after `python -m`",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="Python script that trains")
+    # One positional for both: one of its own for SCRIPT would swallow a "--" that follows it.
     parser.add_argument(
-        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+        "script_and_arguments",
+        metavar="SCRIPT",
+        nargs=argparse.PARSER,
+        help="Python script that trains, and its own arguments",
     )

@@ -18,21 +18,22 @@ def run(options: argparse.Namespace) -> int:
     """
     import ds_moe_lb.auto  # noqa: F401
 
-    arguments = list(options.arguments)
+    given = options.script_and_arguments
+    script, *arguments = given[1:] if given[0] == "--" else given
     if options.local_rank is not None:
         # The deepspeed launcher means this for the script, which it takes `ds_moe_lb` for.
         arguments.insert(0, f"--local_rank={options.local_rank}")
-    sys.argv = [options.script, *arguments]
+    sys.argv = [script, *arguments]
     if options.is_module:
         sys.path[0] = os.getcwd()
-        if _is_missing(options.script):
-            raise UsageError(f"{options.script}: no such module; run --module takes its name")
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        if _is_missing(script):
+            raise UsageError(f"{script}: no such module; run --module takes its name")
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
         return 0
-    if not Path(options.script).is_file():
-        raise UsageError(f"{options.script}: no such file; run takes a Python script")
-    sys.path[0] = str(Path(options.script).resolve().parent)
-    runpy.run_path(options.script, run_name="__main__")
+    if not Path(script).is_file():
+        raise UsageError(f"{script}: no such file; run takes a Python script")
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
     return 0
 
 
