@@ -315,3 +315,23 @@ def test_a_scripts_own_group_of_some_ranks_does_not_hang_the_installation():
     """Install hung for ever: a rank's other groups are part of the name of a new one."""
     per_rank = run_ranks(_check_own_group, 4)
     assert _wrong(Layout(({"num_experts": 8},)), BASE, per_rank) == []
+
+
+def _check_refused_scope(mpu_kind):
+    mpu, said = make_mpu(mpu_kind), []
+    scheduled = {"schedule": [{"step": 5, "scope": "sequence"}]}
+    for section in ({"scope": "sequence"}, scheduled):
+        with pytest.raises(ValueError) as caught:
+            _run(Layout(({"num_experts": 8},), mpu_kind), mpu, BASE, section)
+        said.append(str(caught.value))
+    return said
+
+
+def test_the_loss_of_whole_sequences_is_refused_where_ranks_share_them():
+    for mpu_kind in ("sequence", "deepspeed_sequence"):
+        for of_rank in run_ranks(_check_refused_scope, 4, mpu_kind):
+            for message in of_rank:
+                assert message == (
+                    "moe_load_balancing.scope: got 'sequence', but with sequence parallelism no "
+                    "rank has a whole sequence; use 'global_batch' or 'micro_batch'"
+                )
