@@ -14,6 +14,7 @@ from deepspeed.moe.sharded_moe import TopKGate
 from torch import nn
 
 import ds_moe_lb
+from ds_moe_lb.report.sources import find_logs
 from models import MODEL_DIM, TinyMoE, moe_param_groups
 from ranks import run_ranks
 
@@ -485,6 +486,14 @@ def test_reports_in_every_scope(tmp_path, section):
     assert ("lbl_used" in last) is not no_loss
     if section.get("scope") == "micro_batch":
         assert last["lbl_used"] == pytest.approx(last["lbl_micro_batch"], rel=1e-5)
+    for kind, rel in (("csv", 1e-12), ("tb", 1e-6)):  # TensorBoard keeps fp32
+        (log,) = find_logs([tmp_path / kind])
+        for name, value in last.items():
+            metric, _, layer = name.partition("/layer_")
+            series = log.get(metric, int(layer) if layer else None)
+            assert series is not None and series.values[-1] == pytest.approx(value, rel=rel)
+            assert series.at.tolist() == [8, 16, 24]
+        assert log.expert_table(1)[1].sum(axis=0).tolist() == [64.0] * 3
     # global_samples is the abscissa: 3 steps of 8 sequences
     steps = (tmp_path / "csv" / "Train_Samples_moe_max_violation_global_batch.csv").read_text()
     assert [line.split(",")[0] for line in steps.splitlines()[1:]] == ["8", "16", "24"]

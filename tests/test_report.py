@@ -84,6 +84,8 @@ def test_which_direction_is_better() -> None:
     assert is_better(Row(name="x", values=(1.0, 1.0001), better="low")) is None
     assert is_better(Row(name="x", values=(1.0, 2.0))) is None
     assert is_better(Row(name="x", values=(1.0, None), better="low")) is None
+    same = Row(name="x", values=(1.0, 0.9999), better="low")
+    assert is_better(same) is None and format_difference(same) == "0.000"
     three = Row(name="x", values=(1.0, 0.5, 2.0), better="low")
     assert [is_better(three, run) for run in range(3)] == [None, True, False]
     assert [format_difference(three, run) for run in range(3)] == ["", "-0.500", "+1.000"]

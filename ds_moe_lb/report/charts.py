@@ -65,9 +65,9 @@ def _worst_layer(log: RunLog) -> Series | None:
 PANELS = (
     Panel(title="Training loss", solid=_of(TRAIN_LOSS)),
     Panel(title="Validation loss on held-out files", solid=_of(VALIDATION_LOSS)),
-    Panel(title="Balance loss as it is applied", solid=_of("lbl_used"), even=1.0),
+    Panel(title="LBL (balance loss) as it is applied", solid=_of("lbl_used"), even=1.0),
     Panel(
-        title="Balance loss: global batch (solid), micro-batch (dashed)",
+        title="LBL: global batch (solid), micro-batch (dashed)",
         solid=_of("lbl_global_batch"),
         dashed=_of("lbl_micro_batch"),
         even=1.0,
@@ -194,7 +194,8 @@ def draw_layers(log: RunLog, name: str, *, label: str, highest: float) -> Figure
     axes.set_xlabel(log.unit)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    bar = figure.colorbar(image, ax=axes, pad=0.02, extend="max", aspect=12)
+    ticks_of_bar = MaxNLocator(4, integer=True) if name == "dead_experts" else MaxNLocator(4)
+    bar = figure.colorbar(image, ax=axes, pad=0.02, extend="max", aspect=12, ticks=ticks_of_bar)
     bar.outline.set_visible(False)
     bar.set_label(label)
     return figure

@@ -75,8 +75,8 @@ def _section(title: str, content: str) -> str:
 def _table(rows: list[Row], labels: list[str]) -> str:
     """With two runs a column of differences, with more the difference from the first below."""
     two = len(labels) == 2
-    head = ["", *labels, *(["difference"] if two else [])]
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in ("", *labels))
+    lines = [f"<tr>{head}{'<th class=whole>difference</th>' if two else ''}</tr>"]
     for row in rows:
         cells = [f"<td>{escape(row.name)}</td>"]
         for run, value in enumerate(row.values):

@@ -65,6 +65,7 @@ details {{ margin-top: 12px; }} summary {{ cursor: pointer; }}
 @media (max-width: 600px) {{
   section {{ padding: 14px 12px; }} table {{ font-size: .8rem; }} th, td {{ padding: 5px 4px; }}
   th {{ white-space: normal; overflow-wrap: anywhere; min-width: 4em; }}
+  th.whole {{ overflow-wrap: normal; }}
   th:first-child, td:first-child {{ min-width: 7em; }} .facts td {{ min-width: 12em; }}
 }}
 """

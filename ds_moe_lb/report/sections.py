@@ -83,8 +83,9 @@ def curves(logs: Sequence[RunLog]) -> str:
 def layers_over_time(logs: Sequence[RunLog]) -> str:
     """MaxVio of each layer, and dead experts where there are any."""
     drawn = []
+    never_dead = []
     for name, title, label in (
-        ("max_violation_global_batch", "MaxVio in the global batch", "MaxVio (0 = even)"),
+        ("max_violation_global_batch", "MaxVio in the global batch", "MaxVio"),
         ("dead_experts", "Dead experts", "dead experts"),
     ):
         highest = charts.highest_of_later(logs, name)
@@ -92,22 +93,23 @@ def layers_over_time(logs: Sequence[RunLog]) -> str:
             if not log.layers(name):
                 continue
             if name == "dead_experts" and not (log.layer_table(name)[1] > 0).any():
+                never_dead.append(log.label)
                 continue
             titled = f"{log.label}: {title}" if len(logs) > 1 else title
             figure = charts.draw_layers(log, name, label=label, highest=highest)
             drawn.append(_titled(figure, titled, identity=f"layers{index}{name[0]}"))
     if not drawn:
         return ""
-    hint = (
-        ""
-        if any(log.layers(EXPERT_LOAD) for log in logs)
-        else (' Not logged here: the load of every expert; monitor.detail "expert" does.')
-    )
-    return f'<div class="grid layers">{"".join(drawn)}</div>' + soft(
-        "One row per layer. A column is the highest report of its stretch; colours are the same "
-        "for all runs and end at the highest of the second half, and not below 1. No picture of "
-        f"dead experts: there never were any.{hint}"
-    )
+    notes = [
+        "One row per layer, 0 = even. A column is the highest report of its stretch; colours are "
+        "the same for all runs and end at the highest of the second half, and not below 1."
+    ]
+    if never_dead:
+        never = "" if len(logs) == 1 else f" of {', '.join(never_dead)}"
+        notes.append(f"No layer{never} had a dead expert in any report.")
+    if not any(log.layers(EXPERT_LOAD) for log in logs):
+        notes.append('With monitor.detail "expert" the load of every expert is shown too.')
+    return f'<div class="grid layers">{"".join(drawn)}</div>' + soft(" ".join(notes))
 
 
 def experts_over_time(logs: Sequence[RunLog]) -> str:

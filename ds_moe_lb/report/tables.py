@@ -46,7 +46,10 @@ def format_value(value: float | None, row: Row) -> str:
 def format_difference(row: Row, run: int = 1) -> str:
     """A run minus the first one with its sign; empty where there is nothing to subtract."""
     value = difference(row, run)
-    return "" if value is None else f"{value:+,.{row.digits}f}"
+    if value is None:
+        return ""
+    rounded = round(value, row.digits)
+    return f"{rounded:+,.{row.digits}f}" if rounded else f"{0:.{row.digits}f}"
 
 
 def is_better(row: Row, run: int = 1) -> bool | None:
