@@ -201,7 +201,17 @@ def test_what_is_no_log_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     broken.write_text("step,lbl_used\n8,1.0\n16,one\n24,")  # the last row is being written
     assert f"{broken}:3: expected a step and a number" in _error(broken, capsys)
     broken.write_text("step,lbl_used\n8,1.0\n24,")
+    (broken.parent / "run.json").write_text('{"of": "another program"}')
     assert _points(find_logs([broken])[0], "lbl_used") == [(8, 1.0)]
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write_tensorboard(tmp_path / "job", EVENTS)
+    (tmp_path / "file").write_text("x")
+    arguments = ["report", str(tmp_path / "job"), "--output", str(tmp_path / "file" / "page.html")]
+    assert main(arguments) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert str(tmp_path / "file") in error and "--output says where to" in error
 
 
 def test_a_run_before_its_first_step_says_so(
@@ -211,6 +221,8 @@ def test_a_run_before_its_first_step_says_so(
     (run / "history.jsonl").unlink()
     (run / "validation.jsonl").unlink()
     assert f"{run}: the run has not finished its first optimizer step" in _error(run, capsys)
+    (run / "run.json").write_text('{"label": ')
+    assert f"{run / 'run.json'}: not readable as JSON" in _error(run, capsys)
 
 
 def test_thinning_keeps_extremes_and_ends() -> None:

@@ -15,8 +15,11 @@ def run(options: argparse.Namespace) -> int:
     watch: float | None = options.watch
     if watch is not None and watch <= 0:
         raise UsageError(f"--watch: got {watch:g}, expected seconds above 0")
-    with usage_errors():
-        page = write_report(options.paths, output=options.output, reload_seconds=watch)
+    try:
+        with usage_errors():
+            page = write_report(options.paths, output=options.output, reload_seconds=watch)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}; --output says where to") from None
     print(f"wrote {page}")
     if watch is not None:
         _watch(options.paths, page, seconds=watch)
@@ -87,7 +90,7 @@ def _watch(paths: list[Path], page: Path, *, seconds: float) -> None:
             time.sleep(seconds)
             try:
                 write_report(paths, output=page, reload_seconds=seconds, quiet=True)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 print(f"{time.strftime('%H:%M:%S')} not rewritten: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print()

@@ -24,7 +24,7 @@ from ds_moe_lb.report.scalars import (
     read_csv_folder,
     read_tensorboard,
 )
-from ds_moe_lb.training.run_folder import RUN_FILE, Run, read_run
+from ds_moe_lb.training.run_folder import RUN_FILE, Run, is_run_folder, read_run
 
 # Names that say what a folder is for, not which run it belongs to.
 _KIND_NAMES = ("tensorboard", "csv_monitor", "tb", "csv", "logs", "DeepSpeedJobName", "runs")
@@ -58,7 +58,7 @@ def _logs_at(path: Path) -> list[RunLog]:
     found: list[RunLog] = []
     not_begun: list[RunLog] = []
     for candidate in [path] if path.is_file() else _candidates(path):
-        if (candidate / RUN_FILE).is_file():
+        if is_run_folder(candidate):
             log = _of_our_trainer(candidate)
             if not log.series:
                 not_begun.append(log)
@@ -78,7 +78,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
     for name, folders, _ in os.walk(folder):
         folders.sort()
         here = Path(name)
-        if (here / RUN_FILE).is_file():
+        if is_run_folder(here):
             folders.clear()
             yield here
         elif holds_events(here) or holds_csv(here):

@@ -21,6 +21,7 @@ import ds_moe_lb
 RUN_FILE = "run.json"
 HISTORY_FILE = "history.jsonl"
 VALIDATION_FILE = "validation.jsonl"
+_INFO_KEYS = {"label", "status", "world_size", "options", "model", "ds_config", "versions"}
 _PACKAGES = ("deepspeed", "torch", "numpy")
 
 
@@ -95,8 +96,23 @@ def read_info(path: Path) -> dict[str, Any]:
     file = path / RUN_FILE
     if not file.is_file():
         raise ValueError(f"{path}: expected the folder of a run, but it has no {RUN_FILE}")
-    info: dict[str, Any] = json.loads(file.read_text())
+    try:
+        info: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not readable as JSON: {error}") from None
     return info
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether a run of ours is there; other programs write a run.json too.
+
+    Raises:
+        ValueError: when the run.json is no JSON.
+    """
+    if not (path / RUN_FILE).is_file():
+        return False
+    info = read_info(path)
+    return isinstance(info, dict) and info.keys() >= _INFO_KEYS
 
 
 def read_run(path: Path) -> Run:
