@@ -80,6 +80,13 @@ def test_a_key_follows_config_seed_and_text_and_nothing_else() -> None:
     assert len({key, *others}) == 1 + len(others)
 
 
+def test_routers_are_drawn_by_the_seed_of_the_run() -> None:
+    specs = runs_of(EXPERIMENTS["routers"], SETTING, num_seeds=2)
+    sections = [s.ds_config.get("moe_router") for v, s in specs if v.name == "hyper, global"]
+    assert sections == [{"type": "hyper", "seed": 1}, {"type": "hyper", "seed": 2}]
+    assert all("moe_router" not in s.ds_config for v, s in specs if v.name == "linear, micro")
+
+
 def test_a_micro_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="micro_batch_size: got 3, expected a divisor of 16"):
         SETTING.run(seed=1, section={"scope": "none"}, micro_batch_size=3)

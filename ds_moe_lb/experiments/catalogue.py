@@ -20,7 +20,7 @@ class Variant:
         name: unique in the experiment; in tables and figures.
         section: of `moe_load_balancing`, its monitor left out.
         micro_batch_size: None = that of the setting.
-        router: the section `moe_router`, if any.
+        router: the section `moe_router`, if any; its seed is that of the run.
         shuffled: the paper's control.
         baseline: name of the variant that it is compared with, seed by seed; "" = none.
         group: lines of a figure that belong together.
@@ -42,7 +42,7 @@ class Variant:
             seed=seed,
             section=self.section,
             micro_batch_size=self.micro_batch_size,
-            router=self.router,
+            router=None if self.router is None else {**self.router, "seed": seed},
             shuffled=self.shuffled,
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ds_moe_lb.experiments.catalogue import Variant
 from ds_moe_lb.experiments.maps import routing_maps, specialisation
@@ -21,6 +22,8 @@ _TITLES = {
     INFORMATION: "specialisation: mutual information\nof domain and expert (nats)",
     VIOLATION: "MaxVio of the global batch\n0 = even load",
 }
+_BALANCED = {"micro": "each micro-batch", "global": "the global batch"}
+_TICKS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0)
 Draw = Callable[[Results, Palette], Figure]
 
 
@@ -38,7 +41,10 @@ def save_figures(results: Results, folder: Path) -> list[Path]:
 def differences(results: Results, palette: Palette) -> Figure:
     """Each variant against its baseline: mean, interval, and a small dot for each seed."""
     variants = [v for v in results.variants if v.baseline in results.records]
-    figure = Figure(figsize=(10, 1.7 + 0.34 * len(variants)), layout="constrained")
+    baselines = dict.fromkeys(variant.baseline for variant in variants)
+    names = [v.name if len(baselines) == 1 else f"{v.name}  -  {v.baseline}" for v in variants]
+    width = 10 if len(baselines) == 1 else 12  # long names take their room from the panels
+    figure = Figure(figsize=(width, 1.7 + 0.34 * len(variants)), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
     for panel, (metric, title) in zip(axes, _TITLES.items(), strict=True):
         panel.axvline(0.0, color=palette.ink, linewidth=0.9)
@@ -46,8 +52,7 @@ def differences(results: Results, palette: Palette) -> Figure:
             _dot(panel, results, variant, metric, row, palette)
         panel.set_title(title)
         panel.grid(False, axis="y")
-    baselines = dict.fromkeys(variant.baseline for variant in variants)
-    names = [v.name if len(baselines) == 1 else f"{v.name}  -  {v.baseline}" for v in variants]
+        panel.xaxis.set_major_locator(MaxNLocator(5))
     axes[0].set_yticks(range(len(variants)), names)
     axes[0].set_ylim(len(variants) - 0.5, -0.5)
     against = f" to {next(iter(baselines))!r}" if len(baselines) == 1 else ""
@@ -139,7 +144,7 @@ def frontier(results: Results, palette: Palette) -> Figure:
                     alpha=0.35,
                 )
                 points.append((np.mean(list(violation.values())), np.mean(list(values.values()))))
-            panel.plot(*zip(*points, strict=True), color=colour, marker="o", label=group)
+            panel.plot(*zip(*points, strict=True), color=colour, marker="o", label=_BALANCED[group])
             for variant, point in zip(variants, points, strict=True):
                 panel.annotate(
                     f"{variant.at:g}",
@@ -153,9 +158,13 @@ def frontier(results: Results, palette: Palette) -> Figure:
     axes[1].set_title(_TITLES[INFORMATION])
     for panel in axes:
         panel.set_xscale("log")
+        panel.set_xticks(
+            [tick for tick in _TICKS if np.prod(tick - np.array(panel.get_xlim())) < 0]
+        )
         panel.xaxis.set_major_formatter("{x:g}")
+        panel.minorticks_off()
         panel.set_xlabel("MaxVio of the global batch (0 = even load)")
-    axes[0].legend(title="balanced over (numbers: weight)")
+    axes[0].legend(title="balanced over (small numbers: weight)")
     return figure
 
 

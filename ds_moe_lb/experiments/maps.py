@@ -3,10 +3,13 @@
 Shape legend: D domains, L MoE layers, E experts.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
 from ds_moe_lb.experiments.results import Results, selection_share
@@ -47,13 +50,15 @@ def specialisation(results: Results, palette: Palette) -> Figure:
                     color="white" if dark else palette.ink,
                 )
         favourite = float(times[name].max(axis=1).mean())
-        panel.set_title(f"{title}\nfavourite expert of a kind of text: {favourite:.1f}x even use")
+        panel.set_title(f"{title}\na text's favourite expert: {favourite:.1f}x even use on average")
         _finish(panel, order_E)
     axes[0].set_yticks(range(len(domains)), domains)
+    axes[0].set_ylabel("kind of text")
+    figure.suptitle(
+        f"Which experts is each kind of text sent to? (held-out files, layer {layer}, seed {seed})"
+    )
     assert image is not None
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.set_label("times as often as even use")
+    _add_bar(figure, image, axes)
     return figure
 
 
@@ -87,10 +92,14 @@ def routing_maps(results: Results, palette: Palette) -> Figure:
         axes[layer, 0].set_yticks(range(len(domains)), domains)
     axes[0, 2].legend()
     assert image is not None
+    _add_bar(figure, image, axes)
+    return figure
+
+
+def _add_bar(figure: Figure, image: AxesImage, axes: Sequence[Axes]) -> None:
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label("times as often as even use")
-    return figure
 
 
 def _finish(panel: Axes, order_E: NDArray[np.int64]) -> None:
@@ -112,9 +121,14 @@ def _times_even(results: Results, name: str, *, seed: int) -> NDArray[np.float64
 
 
 def _clearest_layer(results: Results) -> int:
-    """The layer with the most mutual information, mean over runs of the global batch."""
-    per_run = [r["mutual_information_L"] for r in results.records["global"].values()]
-    return int(np.mean(per_run, axis=0).argmax())
+    """The layer whose mutual information differs most between the losses, mean over seeds."""
+
+    def information(name: str) -> NDArray[np.float64]:
+        per_run = [record["mutual_information_L"] for record in results.records[name].values()]
+        mean: NDArray[np.float64] = np.mean(per_run, axis=0)
+        return mean
+
+    return int((information("global") - information("micro")).argmax())
 
 
 def _mean_scores(results: Results, name: str) -> NDArray[np.float64]:
