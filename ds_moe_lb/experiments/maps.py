@@ -3,8 +3,6 @@
 Shape legend: D domains, L MoE layers, E experts.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
@@ -96,7 +94,7 @@ def routing_maps(results: Results, palette: Palette) -> Figure:
     return figure
 
 
-def _add_bar(figure: Figure, image: AxesImage, axes: Sequence[Axes]) -> None:
+def _add_bar(figure: Figure, image: AxesImage, axes: NDArray[np.object_]) -> None:
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label("times as often as even use")
