@@ -307,6 +307,7 @@ def test_status_tells_since_when() -> None:
     assert "layer 0: 3, some in every report since 3." in _text(again)
     assert layer_statuses(again)[0].dead_since == 3
     model = _log(**status, dead_experts=_series(0.5, 0.0, 0.0))
+    assert _text(model).startswith("Last report at sample 3.")
     assert "0 per layer (mean over layers), none since sample 2." in _text(model)
     assert 'Set monitor.detail to "layer"' in _text(model)
 

@@ -162,7 +162,9 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "the comparison",
     )
     parser.add_argument(
-        "--output", type=Path, help="HTML page to write [report.html beside the first run]"
+        "--output",
+        type=Path,
+        help="HTML page to write [report.html in the folder that holds the runs]",
     )
     parser.add_argument(
         "--watch",

@@ -23,6 +23,7 @@ def html_page(logs: Sequence[RunLog], *, reload_seconds: float | None = None) ->
     """
     labels = [log.label for log in logs]
     named = labels if len(labels) <= _SHOWN_LABELS else [f"{len(labels)} runs"]
+    together = (" against " if len(named) == 2 else ", ").join(named)
     tables = [_section(title, _table(rows, labels)) for title, rows in all_tables(logs)]
     with styled(CSS):
         parts = [
@@ -47,7 +48,7 @@ def html_page(logs: Sequence[RunLog], *, reload_seconds: float | None = None) ->
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">{reload}'
         f"<title>{escape(' / '.join(named))}</title><style>{PAGE_STYLE}</style></head><body><main>"
-        f"<h1>Expert load balancing: {escape(' against '.join(named))}</h1>"
+        f"<h1>Expert load balancing: {escape(together)}</h1>"
         f"{_introduction(logs)}{''.join(parts)}</main></body></html>\n"
     )
 

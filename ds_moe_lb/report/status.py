@@ -116,7 +116,8 @@ def _where(log: RunLog) -> Sentence:
     tokens = log.get("valid_tokens")
     if tokens is not None and np.isfinite(tokens.values[-1]):
         parts.append(f"{tokens.values[-1]:,.0f} tokens in its global batch")
-    return Sentence(text=", ".join(parts) + ".")
+    text = ", ".join(parts) + "."
+    return Sentence(text=text[0].upper() + text[1:])
 
 
 def _not_finite(log: RunLog) -> Sentence | None:
