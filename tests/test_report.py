@@ -1,12 +1,14 @@
 """Runs on disk: written, read back, reduced to numbers, drawn."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_moe_lb.cli import EXIT_USAGE, main
+from ds_moe_lb.report.html import html_page
 from ds_moe_lb.report.sources import find_logs
 from ds_moe_lb.report.summary import Row, difference, overview_rows, summarise
 from ds_moe_lb.report.tables import format_difference, is_better
@@ -116,6 +118,15 @@ def test_report_of_one_run_has_no_difference(runs: list[Path]) -> None:
     assert main(["report", str(runs[0]), "--output", str(runs[0] / "page.html")]) == 0
     page = (runs[0] / "page.html").read_text()
     assert "difference" not in page and (runs[0] / "figures" / "expert_load.png").is_file()
+
+
+def test_heat_maps_of_many_layers_are_folded(tmp_path: Path) -> None:
+    """Six layers: four in sight, two folded away; every layer's title is drawn once."""
+    run = _write_run(tmp_path / "deep", SPECIALISED * 6, loss=2.3)
+    page = html_page(find_logs([run]))
+    assert "<summary>Layers 4 to 5</summary>" in page and page.count("<summary>Layers ") == 1
+    titles = re.findall(r"layer (\d): mutual information 0.693 nats", page)
+    assert sorted(titles) == list("012345")
 
 
 def test_a_folder_that_is_no_run_is_named(
