@@ -114,6 +114,15 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
         Records(tmp_path).read()
 
 
+def test_a_folder_is_of_one_command_at_a_time(tmp_path: Path) -> None:
+    with Records(tmp_path).reserved():
+        with pytest.raises(ValueError, match="another experiment is being run there"):
+            with Records(tmp_path).reserved():
+                pass
+    with Records(tmp_path).reserved():
+        pass
+
+
 # the control
 
 

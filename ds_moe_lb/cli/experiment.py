@@ -38,7 +38,18 @@ def run(options: argparse.Namespace) -> int:
         if options.draw:
             return _draw(experiments, setting, records, options, corpus_sha256=None)
         corpus = read_corpus(options.data)
-        pending = _pending(list(runs.values()), records, corpus.sha256)
+        with records.reserved():
+            status = _do_pending(list(runs.values()), records, options.data, corpus.sha256)
+        if status != 0:
+            return status
+        return _draw(experiments, setting, records, options, corpus_sha256=corpus.sha256)
+
+
+def _do_pending(
+    runs: list[tuple[str, RunSpec]], records: Records, data: Path | None, corpus_sha256: str
+) -> int:
+    """Train what is not recorded; 0 when everything is."""
+    pending = _pending(runs, records, corpus_sha256)
     if pending:
         print(
             f"{len(runs)} runs, {len(runs) - len(pending)} recorded in {records.path}; training "
@@ -46,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
             flush=True,
         )
         started = time.perf_counter()
-        status = train_pending(pending, records, options.data, corpus.sha256)
-        left = _pending(list(runs.values()), records, corpus.sha256)
+        status = train_pending(pending, records, data, corpus_sha256)
+        left = _pending(runs, records, corpus_sha256)
         if left:
             verb = "interrupted" if status == EXIT_INTERRUPTED else f"failed (status {status})"
             print(
@@ -57,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
             )
             return status or 1
         print(f"trained in {(time.perf_counter() - started) / 60:.1f} minutes")
-    with usage_errors():
-        return _draw(experiments, setting, records, options, corpus_sha256=corpus.sha256)
+    return 0
 
 
 def read_corpus(data: Path | None) -> "Corpus":

@@ -1,12 +1,15 @@
 """runs.jsonl: one line per finished run, found again by its key."""
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 RECORDS_FILE = "runs.jsonl"
+_LOCK_FILE = ".lock"  # stays; what counts is whether a living process holds it
 
 
 class Records:
@@ -35,6 +38,24 @@ class Records:
                     f"remove the line, and its run is done again"
                 ) from None
         return records
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Keep the folder for one command, which would else do the runs of another once more.
+
+        Raises:
+            ValueError: another process has it.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with (self.path.parent / _LOCK_FILE).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"--output {self.path.parent}: another experiment is being run there; wait for "
+                    f"it, or give another folder"
+                ) from None
+            yield
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a run in one write that has reached the disk when this returns."""

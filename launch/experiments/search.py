@@ -76,14 +76,15 @@ def main() -> int:
     options = parser.parse_args()
     corpus = read_corpus(None).sha256
     records = Records(options.output)
-    recorded = records.read()
-    pending = [
-        (f"{name}: {method}, seed {seed}", spec)
-        for name in options.only
-        for (method, seed), spec in runs(CANDIDATES[name]).items()
-        if spec.key(corpus) not in recorded
-    ]
-    status = train_pending(pending, records, None, corpus) if pending else 0
+    with records.reserved():
+        recorded = records.read()
+        pending = [
+            (f"{name}: {method}, seed {seed}", spec)
+            for name in options.only
+            for (method, seed), spec in runs(CANDIDATES[name]).items()
+            if spec.key(corpus) not in recorded
+        ]
+        status = train_pending(pending, records, None, corpus) if pending else 0
     header = ["candidate", "s per run", "validation loss, global - micro"]
     header += [f"{what}, {method}" for what in ("specialisation", "MaxVio") for method in METHODS]
     rows = [row(name, setting, records.read(), corpus) for name, setting in CANDIDATES.items()]
