@@ -289,8 +289,23 @@ def test_differences_in_a_page_are_those_of_the_records() -> None:
         "**-0.1000 [-0.1000, -0.1000]**",
         "**+1.000 [+1.000, +1.000]**",
         "**+0.10 [+0.10, +0.10]**",
+        "lower, as here",
         "3",
     ]
+    rows = [line for line in page(results).splitlines() if line.startswith("| shuffle")]
+    # In the first table against micro, from which nothing tells it apart here; then against exact.
+    assert "| +0.0000 [+0.0000, +0.0000] |" in rows[0] and "lower; open here" in rows[0]
+    assert "| **+0.1000 [+0.1000, +0.1000]** |" in rows[1]
+
+
+def test_a_loss_that_goes_the_other_way_than_the_papers_is_said_plainly() -> None:
+    results = _made_up("balance-batch")
+    records = {
+        seed: {**record, LOSS: record[LOSS] + 1.0} for seed, record in results.records["8"].items()
+    }
+    worse = replace(results, records={**results.records, "8": records})
+    row = next(line for line in page(worse).splitlines() if line.startswith("| 8 |"))
+    assert "lower, **not here**" in row
 
 
 def test_weights_are_compared_at_their_best_and_at_equal_balance() -> None:

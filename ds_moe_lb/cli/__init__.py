@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ds_moe_lb.cli import arguments
+from ds_moe_lb.cli import arguments, experiment_arguments
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, add in (
         ("train", arguments.add_train),
         ("compare", arguments.add_compare),
-        ("experiment", arguments.add_experiment),
+        ("experiment", experiment_arguments.add),
         ("convert", arguments.add_convert),
         ("report", arguments.add_report),
         ("verify", arguments.add_verify),
@@ -66,5 +66,5 @@ def _parser() -> argparse.ArgumentParser:
         description = f"{_HELP[name][0].upper()}{_HELP[name][1:]}."
         add(commands.add_parser(name, help=_HELP[name], description=description))
     # What `experiment` starts on its ranks; without a help text it is not listed.
-    arguments.add_experiment_ranks(commands.add_parser("experiment_ranks"))
+    experiment_arguments.add_ranks(commands.add_parser("experiment_ranks"))
     return parser

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_lb.convert.plan import CLUSTER_ROWS, GATE_INITS, SCALES, SHARINGS, SPLITS
-from ds_moe_lb.experiments.catalogue import EXPERIMENTS
 
 OPTION_FLAGS: dict[str, tuple[type, str]] = {
     "steps": (int, "optimizer steps in total [300]"),
@@ -120,35 +119,6 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-ranks", type=int, default=2, help="processes per run [%(default)s]")
     _add_run_flags(parser)
-
-
-def add_experiment(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "names",
-        nargs="+",
-        choices=(*EXPERIMENTS, "all"),
-        metavar="NAME",
-        help="; ".join(f"{name}: {x.source}" for name, x in EXPERIMENTS.items()) + "; or all",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/experiments"),
-        help="folder of the records, runs.jsonl, which experiments share, tables and figures; runs "
-        "that it has are not done again [%(default)s]",
-    )
-    parser.add_argument("--data", type=Path, help="as for train")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 1, 2, ... [%(default)s]")
-    parser.add_argument("--steps", type=int, help="optimizer steps of a run [those of the setting]")
-    parser.add_argument(
-        "--draw",
-        action="store_true",
-        help="train nothing: tables and figures from the runs that are recorded in --output",
-    )
-
-
-def add_experiment_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pending", type=Path, metavar="FILE", help="runs that are to be done")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

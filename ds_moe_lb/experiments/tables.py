@@ -13,6 +13,7 @@ from ds_moe_lb.experiments.analysis import (
     common_violations,
     paired_difference,
 )
+from ds_moe_lb.experiments.catalogue import Variant
 from ds_moe_lb.experiments.results import INFORMATION, LOSS, VIOLATION, Results
 
 NUM_COMPARED = 5  # MaxVios at which frontiers are compared
@@ -43,6 +44,8 @@ def page(results: Results) -> str:
     experiment = results.experiment
     parts = [f"# {experiment.name}", f"{experiment.question} (The paper: {experiment.source}.)"]
     parts.append(main_table(results))
+    if experiment.also_against in results.records:
+        parts.append(differences_table(results, baseline=experiment.also_against))
     if experiment.name == "weights":
         parts += [best_weights(results), equal_balance_table(results)]
     if experiment.name == "routing":
@@ -54,18 +57,51 @@ def main_table(results: Results) -> str:
     """One row per variant: three means, and their differences to what it is compared with."""
     rows = []
     for variant in results.variants:
-        cells = [variant.name]
-        differences = []
-        for metric, (_, digits) in METRICS.items():
-            cells.append(f"{results.mean(variant.name, metric).mean:.{digits}f}")
-            difference = results.difference(variant.name, metric, baseline=variant.baseline)
-            differences.append("" if difference is None else show(difference, digits=digits))
-        rows.append(
-            [*cells, variant.baseline, *differences, str(len(results.records[variant.name]))]
-        )
+        means = [
+            f"{results.mean(variant.name, metric).mean:.{digits}f}"
+            for metric, (_, digits) in METRICS.items()
+        ]
+        differences = _differences(results, variant.name, baseline=variant.baseline)
+        number = str(len(results.records[variant.name]))
+        verdict = _verdict(results, variant)
+        rows.append([variant.name, *means, variant.baseline, *differences, verdict, number])
     titles = [title for title, _ in METRICS.values()]
-    header = ["", *titles, "against", *(f"{title}, difference" for title in titles), "seeds"]
-    return markdown(header, rows)
+    shown = ["", *titles, "against", *_difference_titles(), "the paper's loss", "seeds"]
+    return markdown(shown, rows)
+
+
+def differences_table(results: Results, *, baseline: str) -> str:
+    """The differences of all variants to one."""
+    rows = [
+        [variant.name, *_differences(results, variant.name, baseline=baseline)]
+        for variant in results.variants
+        if variant.name != baseline
+    ]
+    return f"Against `{baseline}`:\n\n" + markdown(["", *_difference_titles()], rows)
+
+
+def _difference_titles() -> list[str]:
+    return [f"{title}, difference" for title, _ in METRICS.values()]
+
+
+def _differences(results: Results, name: str, *, baseline: str) -> list[str]:
+    found = {metric: results.difference(name, metric, baseline=baseline) for metric in METRICS}
+    return [
+        "" if difference is None else show(difference, digits=METRICS[metric][1])
+        for metric, difference in found.items()
+    ]
+
+
+def _verdict(results: Results, variant: Variant) -> str:
+    """Whether the loss differs in the direction in which the paper's does."""
+    difference = results.difference(variant.name, LOSS, baseline=variant.baseline)
+    if difference is None or variant.paper_lowers_loss is None:
+        return ""
+    said = "lower" if variant.paper_lowers_loss else "higher"
+    if difference.sign == 0:
+        return f"{said}; open here"
+    agrees = (difference.sign < 0) == variant.paper_lowers_loss
+    return f"{said}, as here" if agrees else f"{said}, **not here**"
 
 
 def best_weights(results: Results) -> str:
