@@ -17,12 +17,7 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ds_moe_lb.selection_bias import (
-    SelectionBias,
-    accept_all_checkpoints,
-    bias_of,
-    remove_bias,
-)
+from ds_moe_lb import selection_bias
 from ds_moe_lb.sites import RouterSite
 
 if TYPE_CHECKING:
@@ -212,7 +207,7 @@ class GlobalBatchTopKGate(TopKGate):
         if router is None:
             return super().forward(input, used_token, sparse_routes, use_tutel)
         self.__dict__.pop(_OPEN_CALL, None)
-        bias_E = bias_of(self)
+        bias_E = selection_bias.bias_of(self)
         with _RoutingObserver(self.k, wants_logits=router.wants_logits) as seen:
             biasing = nullcontext() if bias_E is None else _BiasedSelection(bias_E, seen)
             with biasing:
@@ -260,7 +255,7 @@ class NativeSite(RouterSite):
             top_k=gate.k,
             expert_group_name=moe_layer.ep_group_name,
         )
-        self.bias = SelectionBias(gate)
+        self.bias = selection_bias.SelectionBias(gate)
         self._moe_layer = moe_layer
         self._handles: list[Any] = []
 
@@ -272,14 +267,14 @@ class NativeSite(RouterSite):
         self.module.__dict__[_ROUTER] = router
         self._handles = [
             self._moe_layer.register_forward_hook(_finish_moe_layer),
-            accept_all_checkpoints(self.module),
+            selection_bias.accept_all_checkpoints(self.module),
         ]
 
     def detach(self) -> None:
         """Give the gate its own class back."""
         for handle in self._handles:
             handle.remove()
-        remove_bias(self.module)
+        selection_bias.remove_bias(self.module)
         _attached.discard(self.module)
         if not _attached:
             sharded_moe.F = nn.functional
