@@ -1,11 +1,14 @@
 """Checkpoints of an engine: when the file `latest` moves on, and what rides in the client state."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.comm as dist
 
-from ds_moe_lb.config import SECTION
+from ds_moe_lb.config import ROUTER_SECTION, SECTION
+from ds_moe_lb.routers.swap import NAME
 
 
 def hide_state(engine: Any) -> None:
@@ -17,12 +20,31 @@ def hide_state(engine: Any) -> None:
     original = engine.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        path, client_state = original(*args, **kwargs)
+        with explaining_routers():
+            path, client_state = original(*args, **kwargs)
         if engine.load_balancer is None and client_state:
             client_state.pop(SECTION, None)
         return path, client_state
 
     engine.__dict__["load_checkpoint"] = load_checkpoint
+
+
+@contextmanager
+def explaining_routers() -> Iterator[None]:
+    """Say what is meant where linear routers are to load a checkpoint of generated ones.
+
+    Raises:
+        ValueError: in the place of DeepSpeed's or torch's list of keys.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if f".{NAME}." not in str(error):
+            raise
+        raise ValueError(
+            f"{ROUTER_SECTION}: the checkpoint has another kind of router than this model; set the "
+            f"section to what the checkpoint was trained with. {error}"
+        ) from error
 
 
 def writes_latest_late(engine: Any) -> bool:

@@ -282,7 +282,8 @@ class _Installation:
         return returned
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        path, client_state = original(*args, **kwargs)
+        with checkpoints.explaining_routers():
+            path, client_state = original(*args, **kwargs)
         if path is None:
             return path, client_state
         own = client_state.pop(SECTION, None) if client_state else None
@@ -291,8 +292,7 @@ class _Installation:
         )
         if arguments.arguments.get("load_module_only"):
             own = None  # weights to start another training from, perhaps on other data
-        # DeepSpeed saves no partial gradients, so whatever was accumulated is void: a new window
-        # begins.
+        # DeepSpeed saves no partial gradients, so whatever was accumulated is void.
         self._balancer.start_window()
         news = self._balancer.load_state_dict(own)
         if news is not None and dist.get_rank() == 0:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_moe_lb._configs import config_directory, config_path
-from ds_moe_lb.config import parse_config
+from ds_moe_lb.config import parse_config, parse_router_config
 from ranks import run_ranks
 
 ALL = sorted(path.stem for path in config_directory().glob("*.json"))
@@ -17,6 +17,7 @@ RECIPES = [name for name in ALL if not name.startswith("hf_")]
 EXPECTED = {
     "zero1_ep2_boundary",
     "zero1_ep2_global_batch",
+    "zero1_ep2_hyper_router",
     "zero1_ep2_injected",
     "zero1_ep2_measure_only",
     "zero1_ep2_micro_batch",
@@ -29,6 +30,7 @@ EXPECTED = {
 # What a name promises of the content.
 BALANCING = {
     "global_batch": {"scope": "global_batch", "estimate": "running"},
+    "hyper_router": {"scope": "global_batch", "estimate": "running"},
     "boundary": {"scope": "global_batch", "estimate": "boundary"},
     "micro_batch": {"scope": "micro_batch"},
     "injected": {"scope": "global_batch", "estimate": "running", "aux_loss_coeff": 0.01},
@@ -71,6 +73,9 @@ def test_recipe_is_valid_and_says_what_its_name_says(name: str) -> None:
     offload = recipe["zero_optimization"].get("offload_optimizer", {})
     assert offload.get("device", "none") == ("cpu" if balancing == "cpu_offload" else "none")
     assert recipe["tensorboard"]["job_name"] == name
+    assert parse_router_config(recipe).type == (
+        "hyper" if balancing == "hyper_router" else "linear"
+    )
 
 
 def test_recipes_that_are_compared_differ_in_nothing_but_their_balancing() -> None:
@@ -78,6 +83,7 @@ def test_recipes_that_are_compared_differ_in_nothing_but_their_balancing() -> No
     recipes = [_read(name) for name in RECIPES if name.startswith("zero1")]
     for recipe in recipes:
         del recipe["moe_load_balancing"], recipe["tensorboard"]["job_name"]
+        recipe.pop("moe_router", None)
     assert all(recipe == recipes[0] for recipe in recipes)
 
 
@@ -134,6 +140,8 @@ def _check_two_steps(recipe: dict) -> dict[str, float]:
         name: not torch.equal(old, new)
         for old, (name, new) in zip(before, engine.module.named_parameters(), strict=True)
     }
+    trainable = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+    assert not any(moved.pop(name) for name in set(moved) - trainable)
     # In bf16 a warm-up step may be smaller than the spacing of the weights.
     assert any(moved.values()) if "bf16" in recipe else all(moved.values()), moved
     return engine.load_balancer.metrics()
