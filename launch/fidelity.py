@@ -35,13 +35,9 @@ from torch.nn import functional
 from ds_moe_lb.data.batches import BatchPlan, training_micro_batches
 from ds_moe_lb.data.builtin import builtin_corpus
 from ds_moe_lb.training import process_group
-from ds_moe_lb.training.model import (
-    ByteMoEModel,
-    ModelConfig,
-    initialise_experts,
-    language_model_loss,
-)
+from ds_moe_lb.training.model import ByteMoEModel, ModelConfig, initialise_experts
 from ds_moe_lb.training.run_folder import versions
+from ds_moe_lb.training.trainable import language_model_loss
 from launch.fidelity_report import ESTIMATES, NAMES, draw, print_table, summarise
 
 COEFF, LEARNING_RATE = 0.1, 1e-3

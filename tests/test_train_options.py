@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from dense_models import save_dense
 from ds_moe_lb.cli import EXIT_USAGE, arguments, main
 from ds_moe_lb.cli.compare import scope_configs
 from ds_moe_lb.cli.train import load_ds_config
 from ds_moe_lb.training.model import ByteMoEModel, ModelConfig, initialise_experts
-from ds_moe_lb.training.options import TrainOptions, script_aux_loss_coeff
+from ds_moe_lb.training.options import (
+    TrainOptions,
+    script_aux_loss_coeff,
+    with_aux_loss_coeff,
+)
+from ds_moe_lb.training.transformers_model import TransformersModel
 
 
 def test_scopes_differ_in_scope_only() -> None:
@@ -83,3 +89,42 @@ def test_every_expert_starts_from_weights_of_its_own() -> None:
     halves = [experts(2, rank) for rank in (0, 1)]
     expected = [alone[index] for index in (2, 3, 6, 7)]
     assert all(torch.equal(a, b) for a, b in zip(halves[1], expected, strict=True))
+
+
+def test_the_flag_becomes_the_coefficient_of_the_section_for_a_folder_model() -> None:
+    config = {"moe_load_balancing": {"scope": "micro_batch"}, "other": 1}
+    assert with_aux_loss_coeff(TrainOptions(aux_loss_coeff=0.3), config) == {
+        "moe_load_balancing": {"scope": "micro_batch", "aux_loss_coeff": 0.3},
+        "other": 1,
+    }
+    assert with_aux_loss_coeff(TrainOptions(), config) == config
+    with pytest.raises(ValueError, match=r"--aux-loss-coeff 0\.3: .* no section"):
+        with_aux_loss_coeff(TrainOptions(aux_loss_coeff=0.3), {})
+    config["moe_load_balancing"] = {"aux_loss_coeff": 0.01}
+    with pytest.raises(ValueError, match=r"--aux-loss-coeff 0\.3: .*Drop the flag"):
+        with_aux_loss_coeff(TrainOptions(aux_loss_coeff=0.3), config)
+
+
+@pytest.mark.parametrize("flag", ["--num-experts", "--model-dim", "--ep-size"])
+def test_a_folder_model_refuses_sizes(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is trained or written."""
+    words = ["compare", "--output", str(tmp_path / "out"), "--model", str(tmp_path), flag, "4"]
+    assert main(words) == EXIT_USAGE
+    assert f"--model has sizes of its own: drop {flag} (" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_no_model_for_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--model .*: expected the folder .* no config\.json"):
+        TransformersModel(model=str(tmp_path)).build(seed=1)
+    save_dense(tmp_path / "small", "llama")
+    with pytest.raises(ValueError, match=r"a vocabulary of 64, expected at least 256, .* bytes"):
+        TransformersModel(model=str(tmp_path / "small")).build(seed=1)
+    save_dense(tmp_path / "bytes", "llama", vocab_size=256)
+    with pytest.raises(ValueError, match=r"--sequence-length: got 128, expected at most 64"):
+        TransformersModel(model=str(tmp_path / "bytes")).build(seed=1)
+    autoep = {"expert_parallel": {"enabled": True}}
+    with pytest.raises(ValueError, match=r"got a llama model with expert_parallel, .* mixtral"):
+        TransformersModel(model=str(tmp_path / "bytes")).settle_coefficient(TrainOptions(), autoep)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_moe_lb.adapters.correction_bias import find_correction_bias
@@ -62,16 +62,11 @@ class TransformersSite(RouterSite):
             if module is not self.module:  # of a deep copy of the model
                 return output
             outputs = list(output) if isinstance(output, tuple) else [output]
-            logits_TE = outputs[facts.logits_at].flatten(0, -2)
-            if facts.selected_at is None:
-                selected_TK = torch.topk(logits_TE.detach(), facts.top_k, dim=-1)[1]
-            else:
-                selected_TK = outputs[facts.selected_at].flatten(0, -2)
             outputs[facts.scores_at] = observe(
                 router,
                 outputs[facts.scores_at],
-                logits_TE=logits_TE,
-                selected_TK=selected_TK,
+                logits_TE=outputs[facts.logits_at].flatten(0, -2),
+                selected_TK=self.selected(output),
                 score_function=facts.score_function,
             )
             return tuple(outputs) if isinstance(output, tuple) else outputs[0]
@@ -81,10 +76,20 @@ class TransformersSite(RouterSite):
     def detach(self) -> None:
         self._handle.remove()
 
+    def selected(self, output: Any) -> Tensor:
+        """The experts that were chosen, ``(T, K)`` int64, in an output of the router."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        facts = self._facts
+        if facts.selected_at is None:
+            logits_TE = outputs[facts.logits_at].flatten(0, -2)
+            return torch.topk(logits_TE.detach(), facts.top_k, dim=-1)[1]
+        selected_TK: Tensor = outputs[facts.selected_at].flatten(0, -2)
+        return selected_TK
+
 
 def find_transformers_sites(
     modules: Sequence[tuple[str, nn.Module]], *, replaced: Sequence[str] = ()
-) -> list[RouterSite]:
+) -> list[TransformersSite]:
     """The routers that the model's own classes name as the source of their router logits.
 
     Args:
@@ -95,7 +100,7 @@ def find_transformers_sites(
     Raises:
         ValueError: a router of a class that cannot be read; says which and why.
     """
-    sites: list[RouterSite] = []
+    sites: list[TransformersSite] = []
     models = [(name, m) for name, m in modules if isinstance(m, PreTrainedModel)]
     recorders = [recorder for _, model in models for recorder in _recorders(model)]
     facts: dict[tuple[type, int], RouterFacts] = {}

@@ -41,6 +41,8 @@ MODEL_FLAGS: dict[str, tuple[type, str]] = {
     "sequence_length": (int, "bytes per sequence [128]"),
     "capacity_factor": (float, "slots per expert relative to an even load, 0 = never drop [0]"),
 }
+# What a transformers model of --model still takes; it has its own sizes.
+FOLDER_MODEL_FLAGS = ("model", "sequence_length", "checkpointing")
 CONVERSION_FLAGS: dict[str, tuple[type, str]] = {
     "num_experts": (int, "routed experts per layer"),
     "top_k": (int, "experts per token"),
@@ -225,6 +227,15 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in (("training", OPTION_FLAGS), ("model", MODEL_FLAGS)):
         group = parser.add_argument_group(title)
+        if flags is MODEL_FLAGS:
+            group.add_argument(
+                "--model",
+                default=argparse.SUPPRESS,
+                metavar="DIR",
+                help="folder of a transformers causal LM, dense or MoE, to train on instead of a "
+                "new model; its tokens are bytes, and of the flags below it takes "
+                "--sequence-length and --checkpointing",
+            )
         for name, (kind, text) in flags.items():
             flag = "--" + name.replace("_", "-")
             group.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
@@ -243,8 +254,23 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def given_model(options: argparse.Namespace) -> dict[str, Any]:
     """The model flags that the user gave."""
-    names = (*MODEL_FLAGS, "checkpointing")
+    names = ("model", *MODEL_FLAGS, "checkpointing")
     return {name: getattr(options, name) for name in names if name in options}
+
+
+def refuse_sizes_of_folder_model(given: Iterable[str]) -> None:
+    """Refuse what cannot be chosen with --model: its config has the sizes, the JSON AutoEP's.
+
+    Args:
+        given: names of all flags of the model and of the training that the user gave.
+    """
+    sizes = (*MODEL_FLAGS, "ep_size")
+    refused = [name for name in given if name in sizes and name not in FOLDER_MODEL_FLAGS]
+    if refused:
+        raise UsageError(
+            f"--model has sizes of its own: drop {flag_list(refused)} (expert parallelism is "
+            f"expert_parallel.autoep_size in the config)"
+        )
 
 
 def as_flags(values: dict[str, Any]) -> list[str]:

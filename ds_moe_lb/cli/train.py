@@ -75,12 +75,16 @@ def _new_info(options: argparse.Namespace) -> dict[str, Any]:
     if options.config is None:
         raise UsageError("--config is needed: a DeepSpeed JSON or the name of a ready config")
     label = options.label or Path(options.config).stem
+    model = arguments.given_model(options)
+    if "model" in model:
+        arguments.refuse_sizes_of_folder_model(model | arguments.given_options(options))
+        model["model"] = str(Path(model["model"]).resolve())
     return {
         "label": label,
         "output": str((options.output or Path("runs") / label).resolve()),
         "data": str(options.data.resolve()) if options.data else None,
         "options": _with_domain_files(arguments.given_options(options)),
-        "model": arguments.given_model(options),
+        "model": model,
         "ds_config": load_ds_config(options.config),
         "resumed_at": [],
     }
@@ -132,14 +136,10 @@ def _resumed_info(options: argparse.Namespace, world_size: int) -> dict[str, Any
 def _task(info: dict[str, Any], *, world_size: int) -> Any:
     from ds_moe_lb.data.builtin import builtin_corpus
     from ds_moe_lb.data.folder import folder_corpus
-    from ds_moe_lb.training import process_group
-    from ds_moe_lb.training.model import ModelConfig
     from ds_moe_lb.training.options import TrainOptions
     from ds_moe_lb.training.trainer import Task, prepare_ds_config
 
     options = TrainOptions(**info["options"])
-    model = ModelConfig(**{**info["model"], "ep_size": 1})
-    ep_size = process_group.expert_parallel_size(options.ep_size, num_experts=model.num_experts)
     corpus = folder_corpus(Path(info["data"])) if info["data"] else builtin_corpus()
     recorded = info.get("corpus", {}).get("sha256", corpus.sha256)
     if recorded != corpus.sha256:
@@ -149,10 +149,26 @@ def _task(info: dict[str, Any], *, world_size: int) -> Any:
         )
     return Task(
         options=options,
-        model=dataclasses.replace(model, ep_size=ep_size),
+        model=_model_kind(info["model"], ep_size=options.ep_size),
         ds_config=prepare_ds_config(info["ds_config"], Path(info["output"]) / "tensorboard"),
         corpus=corpus,
     )
+
+
+def _model_kind(sizes: dict[str, Any], *, ep_size: int) -> Any:
+    """What run.json calls "model", as the trainer takes it."""
+    from ds_moe_lb.training import process_group
+    from ds_moe_lb.training.model import ModelConfig
+
+    if "model" in sizes:
+        try:
+            from ds_moe_lb.training.transformers_model import TransformersModel
+        except ModuleNotFoundError as error:
+            raise UsageError(f"{error.name} is missing: pip install 'ds_moe_lb[hf]'") from None
+        return TransformersModel(**sizes)
+    model = ModelConfig(**{**sizes, "ep_size": 1})
+    ep_size = process_group.expert_parallel_size(ep_size, num_experts=model.num_experts)
+    return dataclasses.replace(model, ep_size=ep_size)
 
 
 def _facts(task: Any, world_size: int) -> dict[str, Any]:

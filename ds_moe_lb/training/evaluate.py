@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_moe_lb.data.batches import validation_batches
 from ds_moe_lb.data.corpus import Corpus
-from ds_moe_lb.training.model import language_model_loss
+from ds_moe_lb.training.trainable import LanguageModel, language_model_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Validation:
 
     Attributes:
         loss_D: nats per byte of each domain, fp64.
-        tokens_per_expert_LDE: global int64 selections, before dropping.
+        tokens_per_expert_LDE: global int64 selections, before dropping; L = 0 in a dense model.
     """
 
     loss_D: Tensor
@@ -44,14 +44,22 @@ class Validation:
 
 @torch.no_grad()
 def evaluate(
-    engine: Any, corpus: Corpus, *, sequence_length: int, batch_size: int, max_batches: int
+    engine: Any,
+    model: LanguageModel,
+    corpus: Corpus,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    max_batches: int,
 ) -> Validation:
     """Run the model over held-out text; every rank takes its rows of each batch.
 
-    Two collectives at the end. All ranks run equally many forwards, as expert parallelism needs.
+    At most two collectives at the end. All ranks run equally many forwards, as expert parallelism
+    needs.
 
     Args:
-        engine: a DeepSpeed engine around :class:`ByteMoEModel`; left in training mode.
+        engine: the DeepSpeed engine of the model; left in training mode.
+        model: makes its forwards.
         corpus: its held-out bytes are used.
         sequence_length: S.
         batch_size: sequences per rank and batch.
@@ -70,7 +78,7 @@ def evaluate(
             max_batches=max_batches,
         ):
             tokens = rows[rank * batch_size : (rank + 1) * batch_size].to(engine.device)
-            output = engine(tokens[:, :-1])
+            output = model.forward(engine, tokens[:, :-1])
             sums_D2[index, 0] += language_model_loss(output.logits_BSV, tokens[:, 1:]).double()
             sums_D2[index, 1] += 1
             counts_LE = counts_LE + output.tokens_per_expert_LE
@@ -78,7 +86,8 @@ def evaluate(
     counts_LDE = torch.stack(counts_per_domain, dim=1).contiguous()
     if world_size > 1:
         dist.all_reduce(sums_D2, group=dist.get_world_group())
-        dist.all_reduce(counts_LDE, group=dist.get_world_group())
+        if counts_LDE.numel():
+            dist.all_reduce(counts_LDE, group=dist.get_world_group())
     engine.train()
     return Validation(
         loss_D=(sums_D2[:, 0] / sums_D2[:, 1]).cpu(), tokens_per_expert_LDE=counts_LDE.cpu()

@@ -3,16 +3,20 @@
 Shape legend: B sequences, S positions, M model width, V = 256 byte values, L layers, E experts.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any
 
+import deepspeed.comm as dist
 import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-NUM_BYTES = 256
+from ds_moe_lb.training.options import TrainOptions, script_aux_loss_coeff
+from ds_moe_lb.training.trainable import NUM_BYTES, Checkpointing, ModelOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +45,24 @@ class ModelConfig:
     ep_size: int = 1
     sequence_length: int = 128
     capacity_factor: float = 0.0
-    checkpointing: Literal["off", "reentrant", "non_reentrant"] = "off"
+    checkpointing: Checkpointing = "off"
 
+    @property
+    def is_trained(self) -> bool:
+        return False
 
-class ModelOutput(NamedTuple):
-    """What one forward returns.
+    def settle_coefficient(
+        self, options: TrainOptions, ds_config: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], float]:
+        """The config as it is, and the factor on `l_aux` in the training loop."""
+        return dict(ds_config), script_aux_loss_coeff(options, ds_config)
 
-    Attributes:
-        logits_BSV: next-byte logits.
-        l_aux: sum over layers of the gate's loss, as DeepSpeed hands it out; a scalar.
-        tokens_per_expert_LE: local int64 selections per layer and expert, before dropping.
-    """
-
-    logits_BSV: Tensor
-    l_aux: Tensor
-    tokens_per_expert_LE: Tensor
+    def build(self, *, seed: int) -> "ByteMoELanguageModel":
+        torch.manual_seed(seed)
+        module = ByteMoEModel(self)
+        # DeepSpeed's expert-parallel groups are runs of neighbouring ranks.
+        initialise_experts(module, ep_rank=dist.get_rank() % self.ep_size, seed=seed)
+        return ByteMoELanguageModel(module)
 
 
 class CausalAttention(nn.Module):
@@ -156,9 +163,18 @@ class ByteMoEModel(nn.Module):
         )
 
 
-def language_model_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte, computed in fp32."""
-    return functional.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
+class ByteMoELanguageModel:
+    """:class:`ByteMoEModel` as the trainer uses it."""
+
+    def __init__(self, module: ByteMoEModel) -> None:
+        self.module = module
+
+    def forward(self, engine: Any, tokens_BS: Tensor) -> ModelOutput:
+        output: ModelOutput = engine(tokens_BS)
+        return output
+
+    def export(self, engine: Any, folder: Path) -> None:
+        """Nothing: no library but DeepSpeed's checkpoints knows this model."""
 
 
 def initialise_experts(model: ByteMoEModel, *, ep_rank: int, seed: int) -> None:

@@ -72,3 +72,22 @@ def script_aux_loss_coeff(options: TrainOptions, ds_config: Mapping[str, Any]) -
             f"{SECTION}.aux_loss_coeff to null."
         )
     return 0.0
+
+
+def with_aux_loss_coeff(options: TrainOptions, ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the flag's coefficient in it, for models that hand no `l_aux` to the loop.
+
+    Raises:
+        ValueError: when both the flag and the JSON give a coefficient, or there is no section.
+    """
+    given = options.aux_loss_coeff
+    if given is None:
+        return dict(ds_config)
+    section = ds_config.get(SECTION)
+    if section is None:
+        raise ValueError(
+            f"--aux-loss-coeff {given}: with --model the plugin adds the loss, but the config has "
+            f"no section {SECTION}. Drop the flag, or add the section."
+        )
+    script_aux_loss_coeff(options, ds_config)  # refuses two coefficients
+    return {**ds_config, SECTION: {**section, "aux_loss_coeff": given}}

@@ -5,6 +5,7 @@ history.jsonl       one line per optimizer step
 validation.jsonl    one line per validation, with the domain x expert counts of every layer
 tensorboard/        DeepSpeed's monitor
 checkpoints/        DeepSpeed's checkpoints
+model/              a finished run's transformers model, for from_pretrained
 figures/            written by `ds-moe-lb report` and `compare`
 """
 
@@ -22,7 +23,7 @@ RUN_FILE = "run.json"
 HISTORY_FILE = "history.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 _INFO_KEYS = {"label", "status", "world_size", "options", "model", "ds_config", "versions"}
-_PACKAGES = ("deepspeed", "torch", "numpy")
+_PACKAGES = ("deepspeed", "torch", "numpy", "transformers")
 
 
 class RunFolder:
@@ -39,6 +40,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
 
     def write_info(self, info: Mapping[str, Any]) -> None:
         if self._writes:

@@ -10,23 +10,18 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 import ds_moe_lb
 from ds_moe_lb.data.batches import BatchPlan, check_sequence_length, training_micro_batches
 from ds_moe_lb.data.corpus import Corpus
 from ds_moe_lb.data.domain_weights import DomainWeights
 from ds_moe_lb.training.evaluate import evaluate
-from ds_moe_lb.training.model import (
-    ByteMoEModel,
-    ModelConfig,
-    initialise_experts,
-    language_model_loss,
-)
-from ds_moe_lb.training.options import TrainOptions, script_aux_loss_coeff
+from ds_moe_lb.training.options import TrainOptions
 from ds_moe_lb.training.progress import Progress
 from ds_moe_lb.training.run_folder import RunFolder
 from ds_moe_lb.training.stop_request import StopRequest
+from ds_moe_lb.training.trainable import LanguageModel, ModelKind, language_model_loss
 
 # `LoadBalancer.metrics()` marks the values of single layers so; history.jsonl keeps the means.
 _PER_LAYER_MARK = "/"
@@ -38,7 +33,7 @@ class Task:
     """Everything a run is made of, the same on all ranks."""
 
     options: TrainOptions
-    model: ModelConfig
+    model: ModelKind
     ds_config: dict[str, Any]
     corpus: Corpus
 
@@ -51,10 +46,14 @@ class Trainer:
         check_sequence_length(task.corpus, task.model.sequence_length)
         self.task = task
         self.folder = folder
-        self._aux_loss_coeff = script_aux_loss_coeff(task.options, task.ds_config)
+        ds_config, self._aux_loss_coeff = task.model.settle_coefficient(
+            task.options, task.ds_config
+        )
         self._domain_weights = _domain_weights(task)
-        torch.manual_seed(task.options.seed)
-        self.engine = _build_engine(task)
+        self._model: LanguageModel = task.model.build(seed=task.options.seed)
+        self.engine = _build_engine(
+            self._model, ds_config, learning_rate=task.options.learning_rate
+        )
         self.plan = BatchPlan(
             sequence_length=task.model.sequence_length,
             micro_batch_size=self.engine.train_micro_batch_size_per_gpu(),
@@ -89,7 +88,7 @@ class Trainer:
         """
         options = self.task.options
         validated = saved = -1
-        if self._missed_an_update():
+        if self._missed_an_update() or (self.step == 0 and self.task.model.is_trained):
             self._validate(progress)
         while self.step < options.steps:
             stopped = self._train_step(progress, stop)
@@ -105,6 +104,7 @@ class Trainer:
             self._validate(progress)
         if saved != self.step:
             self._save()
+        self._model.export(self.engine, self.folder.model)
         return True
 
     def _train_step(self, progress: Progress, stop: StopRequest) -> bool:
@@ -121,7 +121,7 @@ class Trainer:
             weights_D=None if self._domain_weights is None else self._domain_weights.weights_D,
         )
         for tokens in self._window(tokens.to(self.engine.device) for tokens in micro_batches):
-            output = self.engine(tokens[:, :-1])
+            output = self._model.forward(self.engine, tokens[:, :-1])
             lm_loss = language_model_loss(output.logits_BSV, tokens[:, 1:])
             self.engine.backward(lm_loss + self._aux_loss_coeff * output.l_aux)
             self.engine.step()
@@ -153,7 +153,7 @@ class Trainer:
         if balancer is None:
             return micro_batches
         window: Iterable[Tensor] = balancer.window(
-            iter(micro_batches), lambda tokens: self.engine(tokens[:, :-1])
+            iter(micro_batches), lambda tokens: self._model.forward(self.engine, tokens[:, :-1])
         )
         return window
 
@@ -176,6 +176,7 @@ class Trainer:
         options = self.task.options
         validation = evaluate(
             self.engine,
+            self._model,
             self.task.corpus,
             sequence_length=self.task.model.sequence_length,
             batch_size=options.eval_batch_size,
@@ -196,12 +197,12 @@ class Trainer:
 
     def _is_validation_step(self) -> bool:
         interval = self.task.options.eval_interval
-        return interval > 0 and self.step % interval == 0
+        return interval > 0 and self.step > 0 and self.step % interval == 0
 
     def _missed_an_update(self) -> bool:
         """Whether the run was stopped between a step and the validation that weights follow."""
         weights = self._domain_weights
-        if weights is None or not weights.is_dynamic or self.step == 0:
+        if weights is None or not weights.is_dynamic:
             return False
         return self._is_validation_step() and weights.updated_at < self.step
 
@@ -241,17 +242,16 @@ def _domain_weights(task: Task) -> DomainWeights | None:
     )
 
 
-def _build_engine(task: Task) -> Any:
-    model = ByteMoEModel(task.model)
-    # DeepSpeed's expert-parallel groups are runs of neighbouring ranks.
-    initialise_experts(model, ep_rank=dist.get_rank() % task.model.ep_size, seed=task.options.seed)
-    groups = split_params_into_different_moe_groups_for_optimizer(
-        {"params": list(model.parameters()), "name": "parameters"}
-    )
-    optimizer = None
-    if "optimizer" not in task.ds_config:
-        optimizer = torch.optim.AdamW(groups, lr=task.options.learning_rate)
+def _build_engine(model: LanguageModel, ds_config: dict[str, Any], *, learning_rate: float) -> Any:
+    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        group = {"params": list(parameters), "name": "parameters"}
+        return torch.optim.AdamW(
+            split_params_into_different_moe_groups_for_optimizer(group), lr=learning_rate
+        )
+
+    # The engine takes the parameters from the model itself, after AutoEP has replaced some, and
+    # makes groups of the experts for an optimizer of its own.
     engine, _, _, _ = ds_moe_lb.initialize(
-        model=model, model_parameters=groups, optimizer=optimizer, config=task.ds_config
+        model=model.module, optimizer=None if "optimizer" in ds_config else adamw, config=ds_config
     )
     return engine
