@@ -23,6 +23,9 @@ def run(options: argparse.Namespace) -> int:
     require_report_packages()
     with usage_errors():
         configs = scope_configs(load_ds_config(options.config))
+        given = arguments.given_model(options)
+        if "model" in given:
+            arguments.refuse_sizes_of_folder_model(given | arguments.given_options(options))
     output: Path = options.output
     if any((output / scope).exists() for scope in SCOPES):
         raise UsageError(f"{output} holds a comparison already: remove it or give another --output")
