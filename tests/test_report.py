@@ -80,6 +80,20 @@ def test_summary_of_hand_made_counts(runs: list[Path]) -> None:
     assert rows["training loss"].values == pytest.approx((3.35, 3.35))
 
 
+def test_a_dense_model_beside_moe_models_has_no_experts_to_show(runs: list[Path]) -> None:
+    """And a model of a folder has no expert-parallel size of its own."""
+    dense = _write_run(runs[0].parent / "dense", [], loss=2.5)
+    info = json.loads((dense / "run.json").read_text())
+    del info["model"]["ep_size"]
+    info["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 4}
+    (dense / "run.json").write_text(json.dumps(info))
+    page = runs[0].parent / "page.html"
+    assert main(["report", *map(str, [*runs, dense]), "--output", str(page)]) == 0
+    assert "<td>2</td><td>2</td><td>4</td>" in page.read_text()
+    rows = {row.name: row for row in overview_rows(find_logs([*runs, dense]))}
+    assert rows["MaxVio on held-out text"].values[2] is None
+
+
 def test_which_direction_is_better() -> None:
     assert is_better(Row(name="x", values=(1.0, 2.0), better="low")) is False
     assert is_better(Row(name="x", values=(1.0, 2.0), better="high")) is True

@@ -46,7 +46,7 @@ def save_figures(figures: dict[str, Figure], folder: Path) -> list[Path]:
 
 def validated_runs(logs: Sequence[RunLog]) -> Sequence[Run]:
     """The files of those runs that counted which experts each domain selects."""
-    return [log.run for log in logs if log.run is not None and log.run.validations]
+    return [log.run for log in logs if log.run is not None and log.run.counts_experts]
 
 
 def num_layers(runs: Sequence[Run]) -> int:

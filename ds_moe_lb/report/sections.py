@@ -244,13 +244,20 @@ def _batch(run: Run) -> str:
     return f"{ranks} ranks x {steps} micro-steps x {micro} sequences of {length} bytes"
 
 
+def _ep_size(run: Run) -> int:
+    """Of the byte model, or what AutoEP was told for a model of a folder."""
+    autoep = run.info["ds_config"].get("expert_parallel", {})
+    size: int = run.info["model"].get("ep_size", autoep.get("autoep_size", 1))
+    return size
+
+
 _FACTS_OF_OURS = {
     "optimizer steps": lambda run: (
         f"{run.history[-1]['step'] if run.history else 0} ({run.info['status']})"
     ),
     "one global batch": _batch,
     "moe_load_balancing": lambda run: json.dumps(run.info["ds_config"].get("moe_load_balancing")),
-    "expert-parallel size": lambda run: str(run.info["model"]["ep_size"]),
+    "expert-parallel size": lambda run: str(_ep_size(run)),
     "seed": lambda run: str(run.info["options"]["seed"]),
     "text (sha256)": lambda run: run.info["corpus"]["sha256"][:16],
     "versions": lambda run: ", ".join(f"{k} {v}" for k, v in run.info["versions"].items()),

@@ -81,9 +81,10 @@ def summarise(run: Run) -> Summary:
 
 
 def summaries_of(logs: Sequence[RunLog]) -> list[Summary | None]:
-    """One for each run; None where it is not one of our trainer's or has no validation yet."""
+    """One for each run; None where it is not one of our trainer's or counted no experts yet."""
     return [
-        summarise(log.run) if log.run is not None and log.run.validations else None for log in logs
+        summarise(log.run) if log.run is not None and log.run.counts_experts else None
+        for log in logs
     ]
 
 

@@ -91,6 +91,11 @@ class Run:
     def label(self) -> str:
         return str(self.info["label"])
 
+    @property
+    def counts_experts(self) -> bool:
+        """Whether it was validated and its model has experts."""
+        return bool(self.validations) and bool(self.validations[-1]["tokens_per_expert_LDE"])
+
 
 def read_info(path: Path) -> dict[str, Any]:
     """The content of run.json.
