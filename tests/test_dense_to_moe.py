@@ -94,6 +94,8 @@ def test_the_script_runs_as_a_whole(tmp_path: Path) -> None:
         validations["dense"][-1]["loss_per_domain"], rel=1e-6
     )
     assert validations["micro_batch"][0] == validations["global_batch"][0]
+    sizes = json.loads((output / "micro_batch" / "run.json").read_text())["model"]
+    assert (sizes["num_layers"], sizes["num_experts"], sizes["top_k"]) == (3, 16, 4)
     first = [_lines(output / name / "history.jsonl")[0] for name in RUNS]
     assert first[2]["lm_loss"] == first[3]["lm_loss"]  # the same text
     sections = [

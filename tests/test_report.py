@@ -84,7 +84,8 @@ def test_a_dense_model_beside_moe_models_has_no_experts_to_show(runs: list[Path]
     """And a model of a folder has no expert-parallel size of its own."""
     dense = _write_run(runs[0].parent / "dense", [], loss=2.5)
     info = json.loads((dense / "run.json").read_text())
-    del info["model"]["ep_size"]
+    for name in ("ep_size", "num_experts", "top_k", "num_layers"):
+        del info["model"][name]
     info["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 4}
     (dense / "run.json").write_text(json.dumps(info))
     page = runs[0].parent / "page.html"

@@ -125,6 +125,7 @@ def test_a_folder_that_holds_no_model_for_bytes_is_refused(tmp_path: Path) -> No
     save_dense(tmp_path / "bytes", "llama", vocab_size=256)
     with pytest.raises(ValueError, match=r"--sequence-length: got 128, expected at most 64"):
         TransformersModel(model=str(tmp_path / "bytes")).build(seed=1)
+    assert "num_experts" not in TransformersModel(model=str(tmp_path / "bytes")).describe()
     autoep = {"expert_parallel": {"enabled": True}}
     with pytest.raises(ValueError, match=r"got a llama model with expert_parallel, .* mixtral"):
         TransformersModel(model=str(tmp_path / "bytes")).settle_coefficient(TrainOptions(), autoep)

@@ -165,7 +165,8 @@ def _model_kind(sizes: dict[str, Any], *, ep_size: int) -> Any:
             from ds_moe_lb.training.transformers_model import TransformersModel
         except ModuleNotFoundError as error:
             raise UsageError(f"{error.name} is missing: pip install 'ds_moe_lb[hf]'") from None
-        return TransformersModel(**sizes)
+        names = {field.name for field in dataclasses.fields(TransformersModel)}
+        return TransformersModel(**{name: sizes[name] for name in names & set(sizes)})
     model = ModelConfig(**{**sizes, "ep_size": 1})
     ep_size = process_group.expert_parallel_size(ep_size, num_experts=model.num_experts)
     return dataclasses.replace(model, ep_size=ep_size)
@@ -186,7 +187,7 @@ def _facts(task: Any, world_size: int) -> dict[str, Any]:
     ]
     return {
         "options": dataclasses.asdict(task.options),
-        "model": dataclasses.asdict(task.model),
+        "model": task.model.describe(),
         "world_size": world_size,
         "corpus": {"sha256": task.corpus.sha256, "domains": domains},
         "versions": versions(),

@@ -56,7 +56,7 @@ def html_page(logs: Sequence[RunLog], *, reload_seconds: float | None = None) ->
 def _introduction(logs: Sequence[RunLog]) -> str:
     written = f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}."
     first = logs[0].run
-    if first is None or any(log.run is None for log in logs):
+    if first is None or any(log.run is None or log.num_experts is None for log in logs):
         return sections.soft(written)
     domains = [domain["name"] for domain in first.info["corpus"]["domains"]]
     model = first.info["model"]

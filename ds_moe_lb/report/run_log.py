@@ -102,13 +102,13 @@ class RunLog:
     def num_experts(self) -> int | None:
         """Experts of one layer, where that is known and the same in every layer."""
         if self.run is not None:
-            return int(self.run.info["model"]["num_experts"])
+            return self.run.info["model"].get("num_experts")
         numbers = {len(self.experts(layer)) for layer in self.layers(EXPERT_LOAD)}
         return numbers.pop() if len(numbers) == 1 else None
 
     @property
     def top_k(self) -> int | None:
-        return None if self.run is None else int(self.run.info["model"]["top_k"])
+        return None if self.run is None else self.run.info["model"].get("top_k")
 
 
 def tail(series: Series) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ Shape legend: B sequences, S positions, M model width, V = 256 byte values, L la
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ class ModelConfig:
     @property
     def is_trained(self) -> bool:
         return False
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
 
     def settle_coefficient(
         self, options: TrainOptions, ds_config: Mapping[str, Any]

@@ -57,6 +57,9 @@ class ModelKind(Protocol):
     def is_trained(self) -> bool:
         """Whether the weights that training starts from are worth a validation."""
 
+    def describe(self) -> dict[str, Any]:
+        """What run.json holds: its fields, and `num_layers`, `num_experts`, `top_k` if it is MoE."""
+
     def settle_coefficient(
         self, options: TrainOptions, ds_config: Mapping[str, Any]
     ) -> tuple[dict[str, Any], float]:

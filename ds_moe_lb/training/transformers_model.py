@@ -4,7 +4,7 @@ Shape legend: B sequences, S positions, V vocabulary.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_moe_lb.adapters.selections import Selections
+from ds_moe_lb.plan.model_facts import facts_of
 from ds_moe_lb.training.options import TrainOptions, with_aux_loss_coeff
 from ds_moe_lb.training.trainable import NUM_BYTES, Checkpointing, ModelOutput
 from ds_moe_lb.training.transformers_export import AUTOEP_FAMILIES, export
@@ -35,6 +36,15 @@ class TransformersModel:
     @property
     def is_trained(self) -> bool:
         return True
+
+    def describe(self) -> dict[str, Any]:
+        found = asdict(self)
+        try:
+            facts = facts_of(self._config().to_dict(), name=self.model)
+        except ValueError:  # dense
+            return found
+        sizes = {"num_layers": facts.num_layers, "num_experts": facts.num_experts}
+        return found | sizes | {"top_k": facts.top_k}
 
     def settle_coefficient(
         self, options: TrainOptions, ds_config: Mapping[str, Any]
