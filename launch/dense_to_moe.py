@@ -143,7 +143,15 @@ class Experiment:
         options = self._options
         file = self.output / f"{name}.json"
         file.write_text(json.dumps(config, indent=2) + "\n")
-        words = ["train", "--config", str(file), "--output", str(self.output / name), "--label", name]
+        words = [
+            "train",
+            "--config",
+            str(file),
+            "--output",
+            str(self.output / name),
+            "--label",
+            name,
+        ]
         words += ["--model", str(model), "--eval-batches", str(options.eval_batches), *flags]
         if options.data is not None:
             words += ["--data", str(options.data)]

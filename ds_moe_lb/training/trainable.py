@@ -58,7 +58,7 @@ class ModelKind(Protocol):
         """Whether the weights that training starts from are worth a validation."""
 
     def describe(self) -> dict[str, Any]:
-        """What run.json holds: its fields, and `num_layers`, `num_experts`, `top_k` if it is MoE."""
+        """What run.json holds: its fields; `num_layers`, `num_experts` and `top_k` if it is MoE."""
 
     def settle_coefficient(
         self, options: TrainOptions, ds_config: Mapping[str, Any]
