@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ds_moe_lb.cli import arguments, experiment_arguments
+from ds_moe_lb.cli import arguments, convert_arguments, experiment_arguments
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         ("train", arguments.add_train),
         ("compare", arguments.add_compare),
         ("experiment", experiment_arguments.add),
-        ("convert", arguments.add_convert),
+        ("convert", convert_arguments.add),
         ("report", arguments.add_report),
         ("verify", arguments.add_verify),
         ("plan", arguments.add_plan),

@@ -162,9 +162,12 @@ def _model_kind(sizes: dict[str, Any], *, ep_size: int) -> Any:
 
     if "model" in sizes:
         try:
+            from transformers.utils.logging import disable_progress_bar
+
             from ds_moe_lb.training.transformers_model import TransformersModel
         except ModuleNotFoundError as error:
             raise UsageError(f"{error.name} is missing: pip install 'ds_moe_lb[hf]'") from None
+        disable_progress_bar()  # one of every rank for the weights would break that of the run
         names = {field.name for field in dataclasses.fields(TransformersModel)}
         return TransformersModel(**{name: sizes[name] for name in names & set(sizes)})
     model = ModelConfig(**{**sizes, "ep_size": 1})
