@@ -72,6 +72,7 @@ class TransformersModel:
             module.gradient_checkpointing_enable(
                 {"use_reentrant": self.checkpointing == "reentrant"}
             )
+        module.train()  # from_pretrained leaves it in evaluation mode
         return TransformersLanguageModel(module, source=Path(self.model))
 
     def _check_family(self) -> None:
