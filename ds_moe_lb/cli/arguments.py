@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-
 OPTION_FLAGS: dict[str, tuple[type, str]] = {
     "steps": (int, "optimizer steps in total [300]"),
     "seed": (int, "weights, data order and every other random draw [1]"),
