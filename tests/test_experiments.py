@@ -27,6 +27,7 @@ from ds_moe_lb.experiments.results import INFORMATION, LOSS, Results, collect
 from ds_moe_lb.experiments.setting import NUM_RANKS, RunSpec, Setting
 from ds_moe_lb.experiments.shuffle import draw_counts
 from ds_moe_lb.experiments.tables import page, show
+from ds_moe_lb.training.options import script_aux_loss_coeff
 
 SETTING = Setting(steps=8)
 CORPUS = "c" * 64
@@ -48,6 +49,14 @@ def test_every_run_has_a_valid_config_and_the_same_global_batch(name: str) -> No
         assert sequences * NUM_RANKS == SETTING.global_batch_size
         assert variant.baseline == "" or variant.baseline in names
         assert spec.steps == 8 and spec.seed in (1, 2)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_only_deepspeeds_own_loss_is_added_by_the_script(name: str) -> None:
+    """`none` once had it too: the section said nothing of a coefficient."""
+    for variant, spec in runs_of(EXPERIMENTS[name], SETTING, num_seeds=1):
+        added = script_aux_loss_coeff(spec.options(), spec.ds_config)
+        assert added == (SETTING.aux_loss_coeff if variant.name == "deepspeed" else 0.0)
 
 
 def test_experiments_share_the_runs_that_are_the_same() -> None:
