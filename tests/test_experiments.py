@@ -64,11 +64,12 @@ def test_experiments_share_the_runs_that_are_the_same() -> None:
         runs = runs_of(EXPERIMENTS[name], SETTING, num_seeds=1)
         return {spec.key(CORPUS) for variant, spec in runs if variant.name in variants}
 
-    two = keys("methods", {"micro", "running"})
+    two = keys("methods", {"micro", "exact"})
     assert len(two) == 2
-    assert two == keys("routing", {"micro", "global"})
+    assert two == keys("routing", {"micro", "global"}) == keys("switch", {"micro", "global"})
+    two = keys("balance-batch", {"2", "32"})
+    assert len(two) == 2
     assert two == keys("weights", {"micro 0.1", "global 0.1"})
-    assert two == keys("switch", {"micro", "global"})
     assert two == keys("routers", {"linear, micro", "linear, global"})
     assert keys("balance-batch", {"2"}) == keys("methods", {"micro"})
 

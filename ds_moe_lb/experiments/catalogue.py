@@ -75,16 +75,24 @@ def micro(setting: Setting, *, weight: float | None = None) -> dict[str, Any]:
 
 
 def over_global_batch(
-    setting: Setting, estimate: str = "running", *, weight: float | None = None, **more: Any
+    setting: Setting, estimate: str = "exact", *, weight: float | None = None, **more: Any
 ) -> dict[str, Any]:
     """The section of the global-batch loss."""
     weight = setting.aux_loss_coeff if weight is None else weight
     return {"scope": "global_batch", "estimate": estimate, "aux_loss_coeff": weight, **more}
 
 
+def whole_step(setting: Setting) -> int:
+    """The micro-batch size with one forward per rank and step: there `running` is `exact`, at half
+    the price.
+    """
+    return setting.global_batch_size // NUM_RANKS
+
+
 def _methods(setting: Setting) -> list[Variant]:
-    hybrid = over_global_batch(setting, micro_batch_weight=setting.hybrid_weight)
-    bias = over_global_batch(setting, weight=0.0, bias_update_rate=setting.bias_update_rate)
+    hybrid = over_global_batch(setting, "running", micro_batch_weight=setting.hybrid_weight)
+    rate = setting.bias_update_rate
+    bias = over_global_batch(setting, "running", weight=0.0, bias_update_rate=rate)
     sections = {name: over_global_batch(setting, name) for name in ESTIMATES}
     in_paper = {"running": True, "exact": True}  # as its buffer, and as its synchronisation
     return [
@@ -110,7 +118,7 @@ def _methods(setting: Setting) -> list[Variant]:
 
 def _balance_batch(setting: Setting) -> list[Variant]:
     """One sequence up to the global batch; a micro-batch is as large as the batch it balances."""
-    largest = setting.global_batch_size // NUM_RANKS
+    largest = whole_step(setting)
     sequence = {"scope": "sequence", "aux_loss_coeff": setting.aux_loss_coeff}
     variants = [Variant(name="1", section=sequence, micro_batch_size=largest, at=1)]
     size = 2
@@ -126,13 +134,12 @@ def _balance_batch(setting: Setting) -> list[Variant]:
             )
         )
         size *= 2
-    # In one forward per rank and step, "running" is the whole global batch.
     whole = setting.global_batch_size
     return [
         *variants,
         Variant(
             name=f"{whole}",
-            section=over_global_batch(setting),
+            section=over_global_batch(setting, "running"),
             micro_batch_size=largest,
             baseline="1",
             paper_lowers_loss=True,
@@ -145,20 +152,28 @@ def _weights(setting: Setting) -> list[Variant]:
     return [
         Variant(
             name=f"{group} {weight:g}",
-            section=make(setting, weight=weight),
             baseline=f"micro {weight:g}" if group == "global" else "",
             group=group,
             at=weight,
+            **_either(group, setting, weight=weight),
         )
-        for group, make in _BOTH.items()
+        for group in ("micro", "global")
         for weight in WEIGHTS
     ]
+
+
+def _either(group: str, setting: Setting, *, weight: float | None = None) -> dict[str, Any]:
+    """Section and cut of "micro" or "global", each as cheap as it can be had."""
+    if group == "micro":
+        return {"section": micro(setting, weight=weight)}
+    section = over_global_batch(setting, "running", weight=weight)
+    return {"section": section, "micro_batch_size": whole_step(setting)}
 
 
 def _switch(setting: Setting) -> list[Variant]:
     def scheduled(name: str, first: dict[str, Any], then: str, *, share: float) -> Variant:
         step = max(1, round(share * setting.steps))
-        section = {**first, "schedule": [{"step": step, "scope": then}]}
+        section = {**first, "estimate": "exact", "schedule": [{"step": step, "scope": then}]}
         group = name.partition(" at ")[0]
         return Variant(
             name=name,
@@ -208,7 +223,7 @@ def _routing(setting: Setting) -> list[Variant]:
 
 def _routers(setting: Setting) -> list[Variant]:
     variants = []
-    for group, make in _BOTH.items():
+    for group in ("micro", "global"):
         for router in ROUTERS:
             # Linear is what a model has without the section: its runs are shared with others.
             section = None if router == "linear" else {"type": router}
@@ -217,10 +232,10 @@ def _routers(setting: Setting) -> list[Variant]:
             variants.append(
                 Variant(
                     name=name,
-                    section=make(setting),
                     router=section,
                     baseline="" if name == baseline else baseline,
                     group=group,
+                    **_either(group, setting),
                 )
             )
     return variants

@@ -3,7 +3,7 @@
     python launch/experiments/search.py                 # all candidates
     python launch/experiments/search.py --only experiments "8 experts"
 
-Every candidate is trained with the micro-batch loss and with that of the global batch (`running`),
+Every candidate is trained with the micro-batch loss and with that of the global batch (`exact`),
 seeds 1 and 2. What was run stays in runs.jsonl and is not run again; the table is made from it.
 
 How the setting was found: the demo (three layers, sequences of 128, 300 steps) takes too long for
