@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,6 +57,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_script_runs_as_a_whole(tmp_path: Path) -> None:
+    """What launch/dense_to_moe.sh runs once it has an environment, which a test leaves alone."""
     texts, output = tmp_path / "texts", tmp_path / "out"
     texts.mkdir()
     (texts / "digits.txt").write_text("".join(f"{i * i:08d} " for i in range(3000)))
@@ -63,7 +65,7 @@ def test_the_script_runs_as_a_whole(tmp_path: Path) -> None:
     outer = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     process = subprocess.Popen(
-        ["bash", str(LAUNCH / "dense_to_moe.sh"), "--fast", "--data", str(texts)]
+        [sys.executable, str(LAUNCH / "dense_to_moe.py"), "--fast", "--data", str(texts)]
         + ["--output", str(output)],
         env={**environment, "PYTHONPATH": str(LAUNCH.parent), "COLUMNS": "120"},
         stdout=subprocess.PIPE,
