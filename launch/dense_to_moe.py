@@ -203,10 +203,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="as for `ds-moe-lb train` [built-in corpus]")
     parser.add_argument("--num-ranks", type=int, default=2, help="processes [%(default)s]")
     parser.add_argument(
-        "--dense-steps", type=int, default=600, help="of the dense model [%(default)s]"
+        "--dense-steps", type=int, default=400, help="of the dense model [%(default)s]"
     )
     parser.add_argument(
-        "--steps", type=int, default=200, help="of each continued model [%(default)s]"
+        "--steps", type=int, default=150, help="of each continued model [%(default)s]"
     )
     parser.add_argument(
         "--eval-batches", type=int, default=4, help="validation batches per domain [%(default)s]"
