@@ -12,7 +12,7 @@ from ranks import run_ranks
 STEPS, INTERVAL = 4, 2
 
 
-def _check_weights_and_losses(folder: str) -> dict[str, Any]:
+def _check_weights_and_losses(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """By run: the weights at its end and the losses of all steps."""
     from ds_moe_lb.training.model import ModelConfig
     from ds_moe_lb.training.options import TrainOptions
@@ -47,6 +47,7 @@ def _check_weights_and_losses(folder: str) -> dict[str, Any]:
             "gradient_accumulation_steps": 2,
             "steps_per_print": 1_000_000,
             "moe_load_balancing": {"scope": "global_batch"},
+            **section,
         },
         corpus=build_corpus(domains),
     )
@@ -79,8 +80,11 @@ def _check_weights_and_losses(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_a_stop_between_step_and_validation_loses_no_update(tmp_path: Path) -> None:
-    (seen,) = run_ranks(_check_weights_and_losses, 1, str(tmp_path))
+@pytest.mark.parametrize("section", [{}, {"moe_router": {"type": "hyper"}}], ids=["", "hyper"])
+def test_a_stop_between_step_and_validation_loses_no_update(
+    section: dict[str, Any], tmp_path: Path
+) -> None:
+    (seen,) = run_ranks(_check_weights_and_losses, 1, str(tmp_path), section)
     assert len(seen["whole"][1]) == STEPS
     assert seen["stopped"] == seen["whole"]
     assert seen["whole"][0]["abcd"] != 0.5

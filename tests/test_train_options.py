@@ -126,6 +126,9 @@ def test_a_folder_that_holds_no_model_for_bytes_is_refused(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"--sequence-length: got 128, expected at most 64"):
         TransformersModel(model=str(tmp_path / "bytes")).build(seed=1)
     assert "num_experts" not in TransformersModel(model=str(tmp_path / "bytes")).describe()
+    hyper = {"moe_router": {"type": "hyper"}}
+    with pytest.raises(ValueError, match=r"moe_router\.type: got 'hyper', .* with --model"):
+        TransformersModel(model=str(tmp_path / "bytes")).settle_coefficient(TrainOptions(), hyper)
     autoep = {"expert_parallel": {"enabled": True}}
     with pytest.raises(ValueError, match=r"got a llama model with expert_parallel, .* mixtral"):
         TransformersModel(model=str(tmp_path / "bytes")).settle_coefficient(TrainOptions(), autoep)

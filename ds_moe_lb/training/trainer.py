@@ -9,8 +9,8 @@ from typing import Any
 import deepspeed.comm as dist
 import numpy as np
 import torch
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from torch import Tensor, nn
+from deepspeed.moe.utils import configure_moe_param_groups
+from torch import Tensor
 
 import ds_moe_lb
 from ds_moe_lb.data.batches import BatchPlan, check_sequence_length, training_micro_batches
@@ -243,14 +243,12 @@ def _domain_weights(task: Task) -> DomainWeights | None:
 
 
 def _build_engine(model: LanguageModel, ds_config: dict[str, Any], *, learning_rate: float) -> Any:
-    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        group = {"params": list(parameters), "name": "parameters"}
-        return torch.optim.AdamW(
-            split_params_into_different_moe_groups_for_optimizer(group), lr=learning_rate
-        )
+    def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        groups = configure_moe_param_groups(list(parameters))
+        return torch.optim.AdamW(groups, lr=learning_rate)
 
-    # The engine takes the parameters from the model itself, after AutoEP has replaced some, and
-    # makes groups of the experts for an optimizer of its own.
+    # The engine takes the parameters from the model itself, after AutoEP and moe_router replaced
+    # some, and makes groups of the experts for an optimizer of its own.
     engine, _, _, _ = ds_moe_lb.initialize(
         model=model.module, optimizer=None if "optimizer" in ds_config else adamw, config=ds_config
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_moe_lb.adapters.selections import Selections
+from ds_moe_lb.config import ROUTER_SECTION
 from ds_moe_lb.plan.model_facts import facts_of
 from ds_moe_lb.training.options import TrainOptions, with_aux_loss_coeff
 from ds_moe_lb.training.trainable import NUM_BYTES, Checkpointing, ModelOutput
@@ -52,6 +53,12 @@ class TransformersModel:
         """The flag goes into the config, and nothing is left for the loop to add."""
         if ds_config.get("expert_parallel", {}).get("enabled", False):
             self._check_family()
+        router = ds_config.get(ROUTER_SECTION, {}).get("type", "linear")
+        if router != "linear":
+            raise ValueError(
+                f"{ROUTER_SECTION}.type: got {router!r}, expected 'linear' with --model: "
+                f"transformers cannot load other routers from what the run saves"
+            )
         return with_aux_loss_coeff(options, ds_config), 0.0
 
     def build(self, *, seed: int) -> "TransformersLanguageModel":
