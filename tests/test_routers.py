@@ -468,6 +468,29 @@ def test_trained_routers_are_replaced_only_if_asked_for():
     assert len(routers_of(model)) == 2
 
 
+def test_embedding_of_a_frozen_weight_is_not_trained():
+    model = TinyMoE(k=2)
+    model.gates()[0].wg.weight.requires_grad_(False)
+    change(model)
+    assert [source.embedding.requires_grad for source in routers_of(model)] == [False, True]
+
+
+def test_weights_that_were_loaded_are_trained_and_those_of_a_config_are_not(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from families import make_model, routers
+
+    make_model("qwen3_moe").save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layers.0.mlp.gate', .* were loaded by from_pretrained"):
+        change(loaded)
+    change(loaded, {"replace_trained": True})
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    fresh = transformers.AutoModelForCausalLM.from_config(config)
+    change(fresh)
+    for model in (loaded, fresh):
+        assert all(made_weight(router) is not None for router in routers(model).values())
+
+
 def test_applied_twice_it_is_the_same_and_another_section_is_refused():
     model = TinyMoE(k=2)
     first = change(model, model_parameters=moe_param_groups(model))["model_parameters"]

@@ -108,7 +108,7 @@ class FrozenRouterWeight(RouterWeight):
         self.frozen_weight = _frozen(weight_EM * _factor(weight_EM, init_scale))
 
     def forward(self) -> Tensor:
-        # A copy: ZeRO-3 takes the parameter's memory away as soon as this returns.
+        # A copy, so that nobody holds a parameter whose memory ZeRO-3 takes away.
         return self.frozen_weight.clone()
 
 
