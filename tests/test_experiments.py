@@ -273,7 +273,8 @@ def _made_up(name: str, *, num_seeds: int = 3) -> Results:
 def test_every_experiment_has_a_page_that_says_how_it_was_made(name: str) -> None:
     text = page(_made_up(name))
     assert EXPERIMENTS[name].question in text
-    assert f"`ds-moe-lb experiment {name}` (2026-01-02 to 2026-01-02)" in text
+    command = f"ds-moe-lb experiment {name} --seeds 3 --steps 8"
+    assert f"`{command}` (2026-01-02 to 2026-01-02)" in text
     for fact in ("cccccccccccc", "torch 1.2.3", "2 cores (abacus)", "minutes in all"):
         assert fact in text
 

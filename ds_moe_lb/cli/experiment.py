@@ -12,7 +12,8 @@ from ds_moe_lb.cli import EXIT_INTERRUPTED
 from ds_moe_lb.cli.arguments import UsageError, usage_errors
 from ds_moe_lb.cli.launch import launch
 from ds_moe_lb.cli.report import require_report_packages
-from ds_moe_lb.experiments.catalogue import EXPERIMENTS, Experiment, runs_of
+from ds_moe_lb.experiments.catalogue import EXPERIMENTS, runs_of
+from ds_moe_lb.experiments.experiment import Experiment
 from ds_moe_lb.experiments.records import Records, corpus_hashes
 from ds_moe_lb.experiments.setting import NUM_RANKS, RunSpec, Setting
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ds_moe_lb.experiments.catalogue import EXPERIMENTS
+from ds_moe_lb.experiments.catalogue import DEFAULT_SEEDS, EXPERIMENTS
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "that it has are not done again [%(default)s]",
     )
     parser.add_argument("--data", type=Path, help="as for train")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 1, 2, ... [%(default)s]")
+    parser.add_argument(
+        "--seeds", type=int, default=DEFAULT_SEEDS, help="seeds 1, 2, ... [%(default)s]"
+    )
     parser.add_argument("--steps", type=int, help="optimizer steps of a run [those of the setting]")
     parser.add_argument(
         "--draw",

@@ -1,72 +1,14 @@
 """The experiments by name: which runs each consists of, and what they are compared with."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ds_moe_lb.experiments.experiment import Experiment, Variant
 from ds_moe_lb.experiments.setting import NUM_RANKS, RunSpec, Setting
 
+DEFAULT_SEEDS = 5
 WEIGHTS = (0.003, 0.01, 0.03, 0.1, 0.3)
 SWITCH_SHARES = (0.25, 0.5, 0.75)
-ROUTERS = ("linear", "frozen", "hyper")
 ESTIMATES = ("running", "carry", "boundary", "exact")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One line of an experiment; it is run once for every seed.
-
-    Attributes:
-        name: unique in the experiment; in tables and figures.
-        section: of `moe_load_balancing`, its monitor left out.
-        micro_batch_size: None = that of the setting.
-        router: the section `moe_router`, if any; its seed is that of the run.
-        shuffled: the paper's control.
-        baseline: name of the variant that it is compared with, seed by seed; "" = none.
-        paper_lowers_loss: whether the paper found a lower loss than the baseline's; None = it has
-            nothing of the kind.
-        group: lines of a figure that belong together.
-        at: its place on the figure's axis, where there is one.
-    """
-
-    name: str
-    section: Mapping[str, Any]
-    micro_batch_size: int | None = None
-    router: Mapping[str, Any] | None = None
-    shuffled: bool = False
-    baseline: str = ""
-    paper_lowers_loss: bool | None = None
-    group: str = ""
-    at: float | None = None
-
-    def run(self, setting: Setting, *, seed: int) -> RunSpec:
-        """This variant with one seed."""
-        return setting.run(
-            seed=seed,
-            section=self.section,
-            micro_batch_size=self.micro_batch_size,
-            router=None if self.router is None else {**self.router, "seed": seed},
-            shuffled=self.shuffled,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """A question and the runs that answer it.
-
-    Attributes:
-        name: on the command line.
-        question: in one sentence.
-        source: where the paper asks it.
-        variants: made from the setting.
-        also_against: a second variant that all are compared with; "" = none.
-    """
-
-    name: str
-    question: str
-    source: str
-    variants: Callable[[Setting], Sequence[Variant]]
-    also_against: str = ""
 
 
 def micro(setting: Setting, *, weight: float | None = None) -> dict[str, Any]:
@@ -222,26 +164,27 @@ def _routing(setting: Setting) -> list[Variant]:
 
 
 def _routers(setting: Setting) -> list[Variant]:
-    variants = []
-    for group in ("micro", "global"):
-        for router in ROUTERS:
-            # Linear is what a model has without the section: its runs are shared with others.
-            section = None if router == "linear" else {"type": router}
-            baseline = f"linear, {group}" if router != "linear" else "linear, micro"
-            name = f"{router}, {group}"
-            variants.append(
-                Variant(
-                    name=name,
-                    router=section,
-                    baseline="" if name == baseline else baseline,
-                    group=group,
-                    **_either(group, setting),
-                )
-            )
-    return variants
+    """Linear is what a model has without the section; its runs are shared with other experiments.
 
+    No loss reaches a frozen router, so it is run with one of them only.
+    """
+    hyper = {"type": "hyper"}
+    either = {group: _either(group, setting) for group in ("micro", "global")}
+    return [
+        Variant(name="linear, micro", **either["micro"]),
+        Variant(
+            name="linear, global",
+            baseline="linear, micro",
+            paper_lowers_loss=True,
+            **either["global"],
+        ),
+        Variant(name="hyper, micro", router=hyper, baseline="linear, micro", **either["micro"]),
+        Variant(name="hyper, global", router=hyper, baseline="linear, global", **either["global"]),
+        Variant(
+            name="frozen", router={"type": "frozen"}, baseline="linear, micro", **either["global"]
+        ),
+    ]
 
-_BOTH = {"micro": micro, "global": over_global_batch}
 
 EXPERIMENTS = {
     experiment.name: experiment
@@ -249,38 +192,39 @@ EXPERIMENTS = {
         Experiment(
             name="methods",
             question="What does each way of balancing do to loss, specialisation and balance?",
-            source="Tables 1, 2 and 5",
+            source="the paper's Tables 1, 2 and 5",
             variants=_methods,
             also_against="exact",
         ),
         Experiment(
             name="weights",
             question="Is the global batch better at equal balance, and at each one's best weight?",
-            source="Table 4",
+            source="the paper's Table 4",
             variants=_weights,
         ),
         Experiment(
             name="routers",
             question="Does a router made by a hypernetwork, or a frozen one, change the picture?",
-            source="HyperRouter, EMNLP 2023",
+            source="HyperRouter, arXiv 2312.07035",
             variants=_routers,
+            also_against="hyper, micro",
         ),
         Experiment(
             name="balance-batch",
             question="How do loss and specialisation depend on the balance batch size?",
-            source="Figure 2",
+            source="the paper's Figure 2",
             variants=_balance_batch,
         ),
         Experiment(
             name="routing",
             question="Which experts does each domain use, and how sure is the router?",
-            source="Figures 1 and 4",
+            source="the paper's Figures 1 and 4",
             variants=_routing,
         ),
         Experiment(
             name="switch",
             question="Is it too late to switch to the global batch during training?",
-            source="Table 3",
+            source="the paper's Table 3",
             variants=_switch,
             also_against="global",
         ),

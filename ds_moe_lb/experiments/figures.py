@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ds_moe_lb.experiments.catalogue import Variant
+from ds_moe_lb.experiments.experiment import Variant
 from ds_moe_lb.experiments.maps import routing_maps, specialisation
 from ds_moe_lb.experiments.results import INFORMATION, LOSS, VIOLATION, Results
 from ds_moe_lb.report.style import LIGHT, Palette, styled

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_moe_lb.experiments.analysis import Frontier, Interval, interval, paired_difference
-from ds_moe_lb.experiments.catalogue import Experiment, Variant, seeds
+from ds_moe_lb.experiments.catalogue import seeds
+from ds_moe_lb.experiments.experiment import Experiment, Variant
 from ds_moe_lb.experiments.setting import Setting
 
 # What runs are compared by: name in a record or of a function of it, title, digits, better.
@@ -24,12 +25,14 @@ class Results:
     Attributes:
         experiment: the question.
         setting: the toy.
+        num_seeds: how many were asked for.
         variants: those with at least one run, in order.
         records: by name of the variant, then by seed.
     """
 
     experiment: Experiment
     setting: Setting
+    num_seeds: int
     variants: Sequence[Variant]
     records: Mapping[str, Mapping[int, Mapping[str, Any]]]
 
@@ -106,7 +109,13 @@ def collect(
             records[variant.name] = found
     if not variants:
         return None
-    return Results(experiment=experiment, setting=setting, variants=variants, records=records)
+    return Results(
+        experiment=experiment,
+        setting=setting,
+        num_seeds=num_seeds,
+        variants=variants,
+        records=records,
+    )
 
 
 def selection_share(records: Mapping[int, Mapping[str, Any]], *, seed: int) -> NDArray[np.float64]:

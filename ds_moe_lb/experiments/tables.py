@@ -13,8 +13,10 @@ from ds_moe_lb.experiments.analysis import (
     common_violations,
     paired_difference,
 )
-from ds_moe_lb.experiments.catalogue import Variant
+from ds_moe_lb.experiments.catalogue import DEFAULT_SEEDS
+from ds_moe_lb.experiments.experiment import Variant
 from ds_moe_lb.experiments.results import INFORMATION, LOSS, VIOLATION, Results
+from ds_moe_lb.experiments.setting import Setting
 
 NUM_COMPARED = 5  # MaxVios at which frontiers are compared
 METRICS = {
@@ -42,7 +44,10 @@ def write_table(results: Results, folder: Path) -> str:
 def page(results: Results) -> str:
     """Everything in words and numbers: question, tables, how it was made."""
     experiment = results.experiment
-    parts = [f"# {experiment.name}", f"{experiment.question} (The paper: {experiment.source}.)"]
+    parts = [
+        f"# {experiment.name}",
+        f"{experiment.question} ({experiment.source[0].upper()}{experiment.source[1:]}.)",
+    ]
     parts.append(main_table(results))
     if experiment.also_against in results.records:
         parts.append(differences_table(results, baseline=experiment.also_against))
@@ -167,13 +172,24 @@ def provenance(results: Results) -> str:
     model = ", ".join(f"{name} {value}" for name, value in setting.model.items())
     dates = sorted(record["finished"][:10] for record in records)
     return (
-        f"Made by `ds-moe-lb experiment {results.experiment.name}` ({dates[0]} to {dates[-1]}): "
+        f"Made by `{_command(results)}` ({dates[0]} to {dates[-1]}): "
         f"{len(records)} runs of {setting.steps} steps x {setting.global_batch_size} sequences on "
         f"2 ranks ({model}; the rest as `ds-moe-lb train`), weight {setting.aux_loss_coeff:g} "
         f"where none is named, {seconds / 60:.0f} minutes in all. Text: corpus "
         f"{' / '.join(_distinct(record['corpus'][:12] for record in records))}. "
         f"Versions: {' / '.join(versions)}. Machine: {' / '.join(machines)}."
     )
+
+
+def _command(results: Results) -> str:
+    """What makes these runs again, as it is typed."""
+    usual = Setting()
+    words = ["ds-moe-lb experiment", results.experiment.name]
+    if results.num_seeds != DEFAULT_SEEDS:
+        words.append(f"--seeds {results.num_seeds}")
+    if results.setting.steps != usual.steps:
+        words.append(f"--steps {results.setting.steps}")
+    return " ".join(words)
 
 
 def show(value: Interval, *, digits: int) -> str:
