@@ -1,5 +1,6 @@
 """Experiments without ranks: catalogue, keys, records, analysis by hand, tables and figures."""
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -341,6 +342,30 @@ def test_a_page_of_some_of_the_runs_says_how_many() -> None:
 def test_an_interval_is_shown_with_its_sign() -> None:
     assert show(Interval(mean=0.5, half_width=0.1, number=5), digits=1) == "**+0.5 [+0.4, +0.6]**"
     assert show(Interval(mean=0.5, half_width=1.0, number=5), digits=1) == "+0.5 [-0.5, +1.5]"
+
+
+def test_the_search_shows_a_candidate_once_all_its_runs_are_there() -> None:
+    path = Path(__file__).resolve().parent.parent / "launch" / "experiments" / "search.py"
+    module_spec = importlib.util.spec_from_file_location("search", path)
+    assert module_spec is not None and module_spec.loader is not None
+    search: Any = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(search)
+    keys = [
+        spec.key(CORPUS)
+        for setting in search.CANDIDATES.values()
+        for spec in search.runs(setting).values()
+    ]
+    assert len(set(keys)) == 4 * len(search.CANDIDATES)  # no candidate is another one's double
+    recorded = {}
+    for (method, seed), spec in search.runs(search.CHOSEN).items():
+        assert search.row("chosen", search.CHOSEN, recorded, CORPUS) is None
+        loss = 3.0 + seed - (0.1 * seed if method == "global" else 0.0)
+        record = _record(spec, loss=loss, violation=0.5 * seed, specialised=method == "global")
+        recorded[record["key"]] = record
+    assert search.row("chosen", search.CHOSEN, recorded, CORPUS) == [
+        *("chosen", "30", "-0.1000, -0.2000"),
+        *("0.000, 0.000", "1.000, 1.000", "0.50, 1.00", "0.50, 1.00"),
+    ]
 
 
 def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

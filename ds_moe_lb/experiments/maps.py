@@ -37,7 +37,7 @@ def specialisation(results: Results, palette: Palette) -> Figure:
         image = panel.imshow(shown_DE, vmin=1.0, vmax=highest, cmap=_MAP, aspect="auto")
         for (row, column), value in np.ndenumerate(shown_DE):
             if value >= _MARKED:
-                dark = (value - 1.0) / (highest - 1.0) > 0.6
+                dark = (value - 1.0) / (highest - 1.0) > 0.75
                 panel.text(
                     column,
                     row,
