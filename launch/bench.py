@@ -10,12 +10,13 @@
 In the same processes, on one live engine, the plugin comes and goes: each block of repetitions
 times plain DeepSpeed (twice: their ratio is the noise), every estimate and both ways of adding the
 loss once, in random order, and every ratio is taken inside its block. Its median comes with a
-distribution-free 95% interval. Measured are whole optimizer steps on several ranks and, in one
-process, the gates alone; the time spent in the plugin's own code, which tells more where the
-machine's speed varies by more than the plugin costs; counted are collectives and their bytes, waits
-of the host in forward, and bytes that live. `wall` is what a user waits;
-`processor` is the time of all ranks' processors, which other programs on the machine disturb less.
-Run it on a quiet machine with a core for each rank; without GPUs it uses CPU ranks.
+distribution-free 95% interval. Measured are whole optimizer steps on several ranks; in one process
+the gates alone, each variant with an engine of its own and a block being one micro-step of each;
+and the time spent in the plugin's own code, which tells more where the machine's speed varies by
+more than the plugin costs. Counted are collectives and their bytes, waits of the host in forward,
+and bytes that live. `wall` is what a user waits; `processor` is the time of all ranks' processors,
+which other programs on the machine disturb less. Run it on a quiet machine with a core for each
+rank; without GPUs it uses CPU ranks.
 """
 
 import argparse
@@ -163,7 +164,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="results folder")
     parser.add_argument("--name", default="bench", help="of the files in it")
     parser.add_argument("--blocks", type=int, default=30, help="of whole steps, at most")
-    parser.add_argument("--gate-blocks", type=int, default=60, help="of gates, at most")
+    parser.add_argument("--gate-blocks", type=int, default=1500, help="of gates, at most")
     parser.add_argument("--windows", type=int, default=8, help="for the plugin's own time")
     parser.add_argument(
         "--seconds", type=float, default=1800.0, help="per shape, after which no block begins"

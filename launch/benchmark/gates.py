@@ -1,7 +1,9 @@
 """The gates alone, forward and backward: in one process with one thread, or on several ranks.
 
 The MoE layers keep their hooks but do nothing after their gate, so what is timed is the gates of
-one micro-step, with all that the plugin does for it.
+one micro-step, with all that the plugin does for it. Every variant has an engine of its own, all
+with the same weights and tokens, and a block is one micro-step of each: what is compared lies
+milliseconds apart, whatever the machine's speed does meanwhile.
 
 Shape legend: T tokens, M width, K choices.
 """
@@ -9,15 +11,15 @@ Shape legend: T tokens, M width, K choices.
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+import ds_moe_lb
 from launch.benchmark.ranks import any_rank, say
 from launch.benchmark.shape import (
     AGAIN,
@@ -25,14 +27,13 @@ from launch.benchmark.shape import (
     PLAIN,
     Shape,
     Variant,
-    accepted,
-    installed,
     make_engine,
     make_model,
     plugin_variants,
 )
 
-WARM_UP_TOKENS = 64
+_WARM_UP_BLOCKS = 8
+_BLOCKS_PER_PAUSE = 32  # from one collection of garbage, and look at the clock, to the next
 
 
 class Gates(nn.Module):
@@ -75,55 +76,59 @@ def measure(
 ) -> dict[str, Any]:
     """Wall and processor seconds of one micro-step's gates for every variant, block by block."""
     shape = replace(shape, ranks=1)  # no expert parallelism: no layer gets as far as its experts
-    engine = make_engine(Gates(shape), shape, zero_stage=0)
-    variants, refused = accepted(engine, plugin_variants(estimates))
-    variants = [PLAIN, AGAIN, *variants]
-    x_TM = torch.randn(shape.tokens, shape.model_dim, device=engine.device)
+    lanes: dict[str, Iterator[tuple[float, float]]] = {}
+    refused: dict[str, str] = {}
+    for variant in [PLAIN, AGAIN, *plugin_variants(estimates)]:
+        engine = make_engine(Gates(shape), shape, zero_stage=0)
+        try:
+            if variant.section is not None:
+                ds_moe_lb.install(engine, variant.section)
+        except ValueError as error:
+            refused[variant.name] = str(error)
+        else:
+            lanes[variant.name] = _micro_steps(engine, variant, _tokens(shape, engine.device))
     gc.freeze()
     order = random.Random(seed)
-    wall: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    cpu: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    wall: dict[str, list[float]] = {name: [] for name in lanes}
+    cpu: dict[str, list[float]] = {name: [] for name in lanes}
     begun = time.monotonic()
-    _visit(engine, PLAIN, x_TM)
-    for block in range(blocks):
-        if block and any_rank(time.monotonic() - begun > seconds):
-            break
-        for variant in order.sample(variants, len(variants)):
-            wall_s, cpu_s = _visit(engine, variant, x_TM)
-            wall[variant.name].append(wall_s)
-            cpu[variant.name].append(cpu_s)
+    gc.disable()
+    for block in range(-_WARM_UP_BLOCKS, blocks):
+        if block % _BLOCKS_PER_PAUSE == 0:
+            gc.collect()
+            if block and any_rank(time.monotonic() - begun > seconds):
+                break
+        for name in order.sample(sorted(lanes), len(lanes)):
+            wall_s, cpu_s = next(lanes[name])
+            if block >= 0:
+                wall[name].append(wall_s)
+                cpu[name].append(cpu_s)
+    gc.enable()
     say(f"  gates: {len(wall[PLAIN.name])} blocks in {time.monotonic() - begun:.0f} s")
     return {"gate_wall_s": wall, "gate_cpu_s": cpu, "refused": refused}
 
 
-def _visit(engine: Any, variant: Variant, x_TM: Tensor) -> tuple[float, float]:
-    """Install, make a window of few tokens, and take the medians of the next one's micro-steps.
-
-    Short visits, so that variants are compared within a second: the machine's speed drifts.
-    """
-    with installed(engine, variant):
-        _window(engine, variant, x_TM[:WARM_UP_TOKENS])
-        gc.collect()
-        gc.disable()
-        times = _window(engine, variant, x_TM)
-        gc.enable()
-    return median(wall for wall, _ in times), median(cpu for _, cpu in times)
+def _tokens(shape: Shape, device: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape.tokens, shape.model_dim, generator=generator).to(device)
 
 
-def _window(engine: Any, variant: Variant, x_TM: Tensor) -> list[tuple[float, float]]:
+def _micro_steps(engine: Any, variant: Variant, x_TM: Tensor) -> Iterator[tuple[float, float]]:
+    """Window after window without end: wall and processor seconds of each micro-step's gates."""
     gas = engine.gradient_accumulation_steps()
-    micro_steps: Any = range(gas)
-    if variant.section is not None and variant.section["estimate"] == "exact":
-        micro_steps = engine.load_balancer.window([x_TM] * gas, engine)
-    times = []
-    for _ in micro_steps:
-        leaf_TM = x_TM.detach().requires_grad_()
-        get_accelerator().synchronize()
-        wall, cpu = time.perf_counter(), time.process_time()
-        # Not through the engine, whose own time is no gate's; the model's hooks run all the same.
-        main, l_aux = engine.module(leaf_TM)
-        (main if variant.adds_loss else main + COEFFICIENT * l_aux).backward()
-        get_accelerator().synchronize()
-        times.append((time.perf_counter() - wall, time.process_time() - cpu))
-        engine.step()
-    return times
+    while True:
+        window: Any = range(gas)
+        if variant.section is not None and variant.section["estimate"] == "exact":
+            window = engine.load_balancer.window([x_TM] * gas, engine)
+        for _ in window:
+            leaf_TM = x_TM.detach().requires_grad_()
+            get_accelerator().synchronize()
+            wall, cpu = time.perf_counter(), time.process_time()
+            # Not through the engine, whose own time is no gate's; the model's hooks run all the
+            # same.
+            main, l_aux = engine.module(leaf_TM)
+            (main if variant.adds_loss else main + COEFFICIENT * l_aux).backward()
+            get_accelerator().synchronize()
+            times = (time.perf_counter() - wall, time.process_time() - cpu)
+            engine.step()
+            yield times
