@@ -34,11 +34,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # ranks inherit it
 
-# What is timed or counted, in this order; the last two for the fixed shape only.
-MEASURES = ("counts", "waits", "own", "steps", "gates", "peers")
+# What is timed or counted, in this order; the last three for the fixed shape only.
+MEASURES = ("counts", "waits", "own", "steps", "gates", "savings", "peers")
 
 from launch.benchmark.ranks import choose_device, run_ranks  # noqa: E402
-from launch.benchmark.shape import ESTIMATES, FACTORS, PLAIN, Shape, shapes_of  # noqa: E402
+from launch.benchmark.shape import (  # noqa: E402
+    AGAIN,
+    ESTIMATES,
+    FACTORS,
+    PLAIN,
+    Shape,
+    Variant,
+    plugin_variants,
+    shapes_of,
+)
 from launch.benchmark.tables import all_tables, varied  # noqa: E402
 
 
@@ -66,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dict[str, Any]:
-    from launch.benchmark import gates, steps
+    from launch.benchmark import gates, savings, steps
 
     plan = steps.Plan(
         blocks=options.blocks,
@@ -79,11 +88,17 @@ def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dic
         own_windows=options.windows,
     )
     result: dict[str, Any] = run_ranks(steps.measure, shape.ranks, shape, plan)
+    arguments = (shape, options.gate_blocks, options.seconds, options.seed)
     if is_base and "gates" in options.measure:
-        arguments = (shape, options.gate_blocks, options.seconds, options.seed, options.estimates)
-        alone = run_ranks(gates.measure, 1, *arguments)
+        alone = run_ranks(gates.measure, 1, *arguments, _gate_variants(options))
         result |= {key: alone[key] for key in ("gate_wall_s", "gate_cpu_s")}
+    if is_base and "savings" in options.measure:
+        result["savings"] = savings.measure(*arguments, delays_ms=options.delay_ms)
     return result
+
+
+def _gate_variants(options: argparse.Namespace) -> list[Variant]:
+    return [PLAIN, AGAIN, *plugin_variants(options.estimates)]
 
 
 def _measure_peers(base: Shape, options: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +112,8 @@ def _measure_peers(base: Shape, options: argparse.Namespace) -> dict[str, Any]:
         "megatron-core": run_ranks(peers.measure_megatron, base.ranks, base, *arguments),
     }
     if "not_run" not in measured["megatron-core"]:  # ours on the same ranks, to lay beside it
-        ours = run_ranks(gates.measure, base.ranks, base, *arguments, options.estimates)
+        of_gates = (options.gate_blocks, options.seconds, options.seed, _gate_variants(options))
+        ours = run_ranks(gates.measure, base.ranks, base, *of_gates)
         measured["DeepSpeed"] = {
             "version": version("deepspeed"),
             "baseline": PLAIN.name,

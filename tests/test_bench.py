@@ -13,6 +13,7 @@ import torch
 
 from launch import bench
 from launch.benchmark import meters
+from launch.benchmark.ablations import ASYNCHRONOUS, NAMESPACE, SHARED_SOFTMAX
 from launch.benchmark.meters import (
     Collectives,
     CountWaits,
@@ -162,8 +163,8 @@ def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
     `boundary` and `exact` all layers once in an optimizer step, in both ways; a report is one more
     reduction.
     """
-    arguments = ["--quick", "--measure", "counts,waits,own,steps,gates"]
-    arguments += ["--blocks", "1", "--gate-blocks", "1"]
+    arguments = ["--quick", "--measure", "counts,waits,own,steps,gates,savings"]
+    arguments += ["--blocks", "1", "--gate-blocks", "1", "--delay-ms", "5"]
     arguments += ["--tokens", "64", "--model-dim", "16", "--expert-dim", "8", "--layers", "2"]
     arguments += ["--num-experts", "8", "--top-k", "2", "--gas", "2", "--output", str(tmp_path)]
     process = subprocess.run(
@@ -183,6 +184,7 @@ def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
         if "counted" in row
     }
     message = 2 * (8 + 3) * 8
+    message_count = {"running, l_aux": 2 * 2, "running, aux_loss_coeff": 2}
     for kind in ("running", "carry"):
         assert added[f"{kind}, l_aux"] == (2 * 2, 2 * message)
         assert added[f"{kind}, aux_loss_coeff"] == (2, 2 * message)
@@ -214,6 +216,11 @@ def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
             assert all(0 < a < b for a, b in zip(own["own_s"], own["wall_s"], strict=True)), name
     assert "| running, aux_loss_coeff " in process.stdout
     assert set(result["gate_wall_s"]) == set(rows)
+    savings = result["savings"]
+    assert set(savings["gate_wall_s"]) == {savings["baseline"], SHARED_SOFTMAX, NAMESPACE}
+    for name, waits in savings["waits"].items():  # what overlap hides is exposed without it
+        assert waits[ASYNCHRONOUS]["5"] > 4e-3 * message_count[name], name
+        assert f"| {name} " in process.stdout
 
 
 def test_picture_and_tables_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

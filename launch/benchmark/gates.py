@@ -20,17 +20,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 import ds_moe_lb
+from launch.benchmark.ablations import taken_out
 from launch.benchmark.ranks import any_rank, say
-from launch.benchmark.shape import (
-    AGAIN,
-    COEFFICIENT,
-    PLAIN,
-    Shape,
-    Variant,
-    make_engine,
-    make_model,
-    plugin_variants,
-)
+from launch.benchmark.shape import COEFFICIENT, Shape, Variant, make_engine, make_model
 
 _WARM_UP_BLOCKS = 8
 _BLOCKS_PER_PAUSE = 32  # from one collection of garbage, and look at the clock, to the next
@@ -72,13 +64,13 @@ def _gate_only(layer: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
 
 
 def measure(
-    shape: Shape, blocks: int, seconds: float, seed: int, estimates: Sequence[str]
+    shape: Shape, blocks: int, seconds: float, seed: int, variants: Sequence[Variant]
 ) -> dict[str, Any]:
     """Wall and processor seconds of one micro-step's gates for every variant, block by block."""
     shape = replace(shape, ranks=1)  # no expert parallelism: no layer gets as far as its experts
     lanes: dict[str, Iterator[tuple[float, float]]] = {}
     refused: dict[str, str] = {}
-    for variant in [PLAIN, AGAIN, *plugin_variants(estimates)]:
+    for variant in variants:
         engine = make_engine(Gates(shape), shape, zero_stage=0)
         try:
             if variant.section is not None:
@@ -104,7 +96,7 @@ def measure(
                 wall[name].append(wall_s)
                 cpu[name].append(cpu_s)
     gc.enable()
-    say(f"  gates: {len(wall[PLAIN.name])} blocks in {time.monotonic() - begun:.0f} s")
+    say(f"  gates: {len(wall[variants[0].name])} blocks in {time.monotonic() - begun:.0f} s")
     return {"gate_wall_s": wall, "gate_cpu_s": cpu, "refused": refused}
 
 
@@ -122,13 +114,14 @@ def _micro_steps(engine: Any, variant: Variant, x_TM: Tensor) -> Iterator[tuple[
             window = engine.load_balancer.window([x_TM] * gas, engine)
         for _ in window:
             leaf_TM = x_TM.detach().requires_grad_()
-            get_accelerator().synchronize()
-            wall, cpu = time.perf_counter(), time.process_time()
-            # Not through the engine, whose own time is no gate's; the model's hooks run all the
-            # same.
-            main, l_aux = engine.module(leaf_TM)
-            (main if variant.adds_loss else main + COEFFICIENT * l_aux).backward()
-            get_accelerator().synchronize()
-            times = (time.perf_counter() - wall, time.process_time() - cpu)
+            with taken_out(variant.without):
+                get_accelerator().synchronize()
+                wall, cpu = time.perf_counter(), time.process_time()
+                # Not through the engine, whose own time is no gate's; the model's hooks run all
+                # the same.
+                main, l_aux = engine.module(leaf_TM)
+                (main if variant.adds_loss else main + COEFFICIENT * l_aux).backward()
+                get_accelerator().synchronize()
+                times = (time.perf_counter() - wall, time.process_time() - cpu)
             engine.step()
             yield times

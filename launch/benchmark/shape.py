@@ -66,10 +66,12 @@ class Variant:
     Attributes:
         name: as it stands in the table.
         section: content of the JSON section; None = the plugin is not installed.
+        without: one of the plugin's optimisations that is taken out (`ablations`).
     """
 
     name: str
     section: dict[str, Any] | None = None
+    without: str | None = None
 
     @property
     def adds_loss(self) -> bool:
@@ -97,6 +99,11 @@ def plugin_variants(estimates: Sequence[str]) -> list[Variant]:
     return [*variants, Variant("running, l_aux, report each step", reporting)]
 
 
+def ablated(variant: Variant, optimisation: str) -> Variant:
+    """The variant without one of the plugin's optimisations."""
+    return replace(variant, name=optimisation, without=optimisation)
+
+
 def accepted(engine: Any, variants: list[Variant]) -> tuple[list[Variant], dict[str, str]]:
     """Those that this version of the plugin installs on the engine, and why it refuses the others.
 
@@ -119,10 +126,12 @@ def installed(engine: Any, variant: Variant) -> Iterator[None]:
         yield
         return
     import ds_moe_lb
+    from launch.benchmark.ablations import taken_out
 
     balancer = ds_moe_lb.install(engine, variant.section)
     try:
-        yield
+        with taken_out(variant.without):
+            yield
     finally:
         balancer.uninstall()
 

@@ -40,6 +40,8 @@ def all_tables(results: Sequence[Result], peers: dict[str, Result]) -> str:
             parts.append(_waits(result))
         if column(result, "memory"):
             parts.append(_memory(result))
+        if result.get("savings"):
+            parts.append(_savings(result["savings"]))
         parts += [f"Not run: {name}: {why}\n" for name, why in result["refused"].items()]
     for name, peer in peers.items():
         parts.append(_peer(name, peer))
@@ -100,6 +102,27 @@ def _own(result: Result) -> str:
         rows.append([name, milliseconds, f"{share.median:.3%}{interval}", verdict])
     head = ["the plugin's own code in an optimizer step", "ms", "share of the rest", "target"]
     return markdown(head, rows)
+
+
+def _savings(savings: dict[str, Any]) -> str:
+    """Each optimisation, and what is measured without it."""
+    baseline, times = savings["baseline"], savings["gate_wall_s"]
+    rows = [
+        [name, str(ratios(times, name, baseline=baseline)), _added_ms(seconds, times[baseline])]
+        for name, seconds in times.items()
+        if name != baseline
+    ]
+    gates = markdown(
+        ["an optimisation", f"gates without it, against {baseline!r}", "added, ms"], rows
+    )
+    rows, delays = [], []
+    for name, by_optimisation in savings["waits"].items():
+        for without, exposed in by_optimisation.items():
+            delays = list(exposed)
+            cells = [f"{1e3 * seconds:.2f} ms" for seconds in exposed.values()]
+            rows.append([name, without or "(all)", *cells])
+    head = ["waiting for counts in an optimizer step", "without"]
+    return f"{gates}\n{markdown([*head, *(f'delay {delay} ms' for delay in delays)], rows)}"
 
 
 def _verdict(result: Result, name: str) -> str:
