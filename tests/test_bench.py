@@ -260,6 +260,17 @@ def test_factor_is_found_among_shapes_that_differ_in_it_alone():
     assert "G 64" in tables and tables.count("added in an optimizer step") == 3
 
 
+def test_runs_of_one_shape_are_laid_side_by_side():
+    """The plugin's own 9 ms in each 1 s of the rest, and gates 10% slower, twice."""
+    runs = [_result(), _result()]
+    for run in runs:
+        run["gate_wall_s"] = {name: row["wall_s"] for name, row in run["variants"].items()}
+    table = all_tables(runs, {})
+    assert "### 2 runs: 8 tokens" in table
+    assert "| 0.90% +- 0.00%, 0.90% +- 0.00% | 1.100 +- 0.000, 1.100 +- 0.000 " in table
+    assert "2 runs" not in all_tables([_result(), _result(layers=16)], {})
+
+
 def _result(**changed: int) -> dict[str, Any]:
     shape = {"tokens": 8, "model_dim": 8, "num_experts": 8, "top_k": 2, "layers": 4, "gas": 4}
     own = {"own_s": [0.009 * i for i in range(1, 9)], "wall_s": [1.009 * i for i in range(1, 9)]}

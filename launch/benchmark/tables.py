@@ -43,6 +43,7 @@ def all_tables(results: Sequence[Result], peers: dict[str, Result]) -> str:
         if result.get("savings"):
             parts.append(_savings(result["savings"]))
         parts += [f"Not run: {name}: {why}\n" for name, why in result["refused"].items()]
+    parts += [_side_by_side(family) for family in _repeated(results)]
     for name, peer in peers.items():
         parts.append(_peer(name, peer))
     return "\n".join(parts)
@@ -142,6 +143,43 @@ def _meets(what: str, value: Estimate, target: float) -> str:
     if value.half_width is None or value.half_width > TARGET_HALF_WIDTH:
         return f"{what} too noisy to tell"
     return f"{what} {'met' if value.median <= target else 'MISSED'} ({target:g})"
+
+
+def _repeated(results: Sequence[Result]) -> list[list[Result]]:
+    """The results of each shape that was measured more than once."""
+    families: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        families.setdefault(tuple(sorted(result["shape"].items())), []).append(result)
+    return [family for family in families.values() if len(family) > 1]
+
+
+def _side_by_side(runs: Sequence[Result]) -> str:
+    """Of runs of one shape, what targets are set for, with the half-width of each interval."""
+
+    def shares(name: str) -> list[str]:
+        rows = [run["variants"].get(name, {}) for run in runs]
+        values = [own_share(row) if row.get("own") else None for row in rows]
+        return ["" if x is None else f"{x.median:.2%}{_plus_minus(x, '.2%')}" for x in values]
+
+    def gates(name: str) -> list[str]:
+        values = [
+            ratios(run["gate_wall_s"], name) if name in run.get("gate_wall_s", {}) else None
+            for run in runs
+        ]
+        return ["" if x is None else f"{x.median:.3f}{_plus_minus(x, '.3f')}" for x in values]
+
+    rows = [
+        [name, ", ".join(shares(name)), ", ".join(gates(name))]
+        for name in runs[0]["variants"]
+        if name != PLAIN.name
+    ]
+    title = f"{len(runs)} runs: {describe(runs[0]['shape'])}"
+    head = ["in each run", "own code / rest of a step", "gates, against plain DeepSpeed"]
+    return f"### {title}\n\n{markdown(head, rows)}"
+
+
+def _plus_minus(value: Estimate, digits: str) -> str:
+    return "" if value.half_width is None else f" +- {value.half_width:{digits}}"
 
 
 def _counts(result: Result) -> str:
