@@ -168,6 +168,16 @@ def test_accumulation_steps_follow_from_the_batch_sizes_and_auto_is_dropped():
     assert layout.groups(ep_size=1) == [[0, 1, 2, 3]]
 
 
+def test_what_verify_leaves_out_is_named():
+    section = {"aux_loss_coeff": 0.01, "z_loss_coeff": 0.001}
+    config = {"moe_load_balancing": section, "moe_router": {"type": "hyper"}}
+    layout = make_layout(config, world_size=1)
+    assert layout.not_covered == ("z_loss_coeff", "moe_router")
+    assert "moe_router" not in layout.engine_config(gas=1)
+    with pytest.raises(ValueError, match="moe_router.type"):
+        make_layout({**config, "moe_router": {"type": "hyperr"}}, world_size=1)
+
+
 def test_loss_scales_are_kept_within_what_the_small_model_can_take():
     for given, expected in (
         ({}, {"loss_scale": 0, "initial_scale_power": 12}),

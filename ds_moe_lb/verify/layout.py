@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_moe_lb.config import SECTION, LoadBalancingConfig, parse_config
+from ds_moe_lb.config import (
+    ROUTER_SECTION,
+    SECTION,
+    LoadBalancingConfig,
+    parse_config,
+    parse_router_config,
+)
 from ds_moe_lb.verify.model import SEQUENCES
 
 # What decides how gradients are made and reduced. Optimizer, scheduler, clipping and logs do not:
@@ -38,7 +44,7 @@ class Layout:
         precision: fp32, bf16 or fp16.
         zero_stage: ZeRO stage.
         section: the validated section, less what is not covered.
-        not_covered: keys of the section that were switched off.
+        not_covered: keys of the section that were switched off, and `moe_router`.
         kept: the parts of the user's config that are kept.
     """
 
@@ -154,6 +160,8 @@ def make_layout(
         }
         kept["fp16"] = {**kept["fp16"], **scaling}
     off = tuple(key for key in _NOT_COVERED if getattr(section, key))
+    if parse_router_config(config).type != "linear":  # it has tests of its own
+        off += (ROUTER_SECTION,)
     return Layout(
         world_size=world_size,
         ep_size=ep_size,
