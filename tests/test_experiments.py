@@ -23,13 +23,14 @@ from ds_moe_lb.experiments.analysis import (
 )
 from ds_moe_lb.experiments.catalogue import EXPERIMENTS, runs_of
 from ds_moe_lb.experiments.figures import save_figures
-from ds_moe_lb.experiments.records import RECORDS_FILE, Records
+from ds_moe_lb.experiments.records import RECORDS_FILE, Records, corpus_hashes
 from ds_moe_lb.experiments.results import INFORMATION, LOSS, Results, collect
 from ds_moe_lb.experiments.setting import NUM_RANKS, RunSpec, Setting
 from ds_moe_lb.experiments.shuffle import draw_counts
 from ds_moe_lb.experiments.tables import page, show
 from ds_moe_lb.training.options import script_aux_loss_coeff
 
+SHIPPED = Path(__file__).parent.parent / "launch/experiments/results"
 SETTING = Setting(steps=8)
 CORPUS = "c" * 64
 DOMAINS = ("english", "python", "tables")
@@ -377,3 +378,18 @@ def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["experiment", "method", *output])
     assert "invalid choice: 'method'" in capsys.readouterr().err
+
+
+# what is shipped
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED.glob("*.md"))])
+def test_shipped_pages_are_made_of_the_shipped_runs(name: str) -> None:
+    """With the settings of today: who changes them has to run the experiments anew."""
+    recorded = Records(SHIPPED).read()
+    (corpus,) = corpus_hashes(recorded.values())
+    results = collect(EXPERIMENTS[name], Setting(), recorded, corpus_sha256=corpus, num_seeds=5)
+    assert results is not None
+    assert all(len(by_seed) == 5 for by_seed in results.records.values())
+    assert list(results.records) == [v.name for v in EXPERIMENTS[name].variants(Setting())]
+    assert page(results) == (SHIPPED / f"{name}.md").read_text()
