@@ -132,3 +132,21 @@ def test_a_folder_that_holds_no_model_for_bytes_is_refused(tmp_path: Path) -> No
     autoep = {"expert_parallel": {"enabled": True}}
     with pytest.raises(ValueError, match=r"got a llama model with expert_parallel, .* mixtral"):
         TransformersModel(model=str(tmp_path / "bytes")).settle_coefficient(TrainOptions(), autoep)
+
+
+@pytest.mark.parametrize("command", [["compare"], ["experiment", "methods"]])
+def test_output_that_cannot_be_written_is_told_before_training(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([*command, "--output", str(tmp_path / "file/runs")]) == EXIT_USAGE
+    assert "file/runs cannot be written to (Not a directory)" in capsys.readouterr().err
+
+
+def test_compare_without_a_model_in_the_folder_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "runs"
+    assert main(["compare", "--model", str(tmp_path), "--output", str(output)]) == EXIT_USAGE
+    assert capsys.readouterr().err.count("it has no config.json") == 1
+    assert not output.exists()

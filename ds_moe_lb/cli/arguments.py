@@ -5,6 +5,7 @@ dataclasses `TrainOptions` and `ModelConfig` are the one place for defaults.
 """
 
 import argparse
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,18 @@ def usage_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def make_output_folder(path: Path) -> None:
+    """Make the folder, and see that files can be written there, before anything is trained."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"the output folder {path} cannot be written to ({error.strerror}); give another one"
+        ) from None
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:

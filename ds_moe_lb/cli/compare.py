@@ -26,10 +26,15 @@ def run(options: argparse.Namespace) -> int:
         given = arguments.given_model(options)
         if "model" in given:
             arguments.refuse_sizes_of_folder_model(given | arguments.given_options(options))
+            if not Path(given["model"], "config.json").is_file():  # before ranks say it each
+                raise UsageError(
+                    f"--model {given['model']}: expected the folder of a transformers model, but "
+                    f"it has no config.json"
+                )
     output: Path = options.output
     if any((output / scope).exists() for scope in SCOPES):
         raise UsageError(f"{output} holds a comparison already: remove it or give another --output")
-    output.mkdir(parents=True, exist_ok=True)
+    arguments.make_output_folder(output)
     started = time.perf_counter()
     for number, (scope, config) in enumerate(configs.items(), start=1):
         print(f"[{number}/{len(configs)}] training with scope {scope!r}", flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_moe_lb.cli.arguments import UsageError, usage_errors
+from ds_moe_lb.cli.arguments import UsageError, make_output_folder, usage_errors
 from ds_moe_lb.training.progress import make_progress
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
         if corpus is None and options.data is not None:
             raise UsageError(f"--data is used by --split importance only, got {plan.split!r}")
         conversion = Conversion(options.source, options.output, plan)
+        make_output_folder(options.output.parent)
         scores = _scores(conversion, corpus, options) if corpus is not None else None
         _convert(conversion, scores, label=options.source.name)
     _describe(conversion, options.output, corpus)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_moe_lb.cli import EXIT_INTERRUPTED
-from ds_moe_lb.cli.arguments import UsageError, usage_errors
+from ds_moe_lb.cli.arguments import UsageError, make_output_folder, usage_errors
 from ds_moe_lb.cli.launch import launch
 from ds_moe_lb.cli.report import require_report_packages
 from ds_moe_lb.experiments.catalogue import EXPERIMENTS, runs_of
@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         if options.draw:
             return _draw(experiments, setting, records, options, corpus_sha256=None)
         corpus = read_corpus(options.data)
+        make_output_folder(options.output)
         with records.reserved():
             status = _do_pending(list(runs.values()), records, options.data, corpus.sha256)
         if status != 0:

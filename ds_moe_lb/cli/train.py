@@ -32,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
         task = _task(info, world_size=world_size)
         if options.resume is None:
             _refuse_used_folder(path)
+            if rank == 0:
+                arguments.make_output_folder(path)
         folder = RunFolder(path, writes=rank == 0)
         trainer = Trainer(task, folder)  # collective, so every rank has looked before rank 0 writes
         folder.write_info({**info, **_facts(task, world_size)})
