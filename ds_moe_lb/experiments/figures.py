@@ -145,11 +145,13 @@ def frontier(results: Results, palette: Palette) -> Figure:
                 )
                 points.append((np.mean(list(violation.values())), np.mean(list(values.values()))))
             panel.plot(*zip(*points, strict=True), color=colour, marker="o", label=_BALANCED[group])
+            # On the side where the other curve is not expected.
+            is_above = (group == "micro") == (metric == LOSS)
             for variant, point in zip(variants, points, strict=True):
                 panel.annotate(
                     f"{variant.at:g}",
                     point,
-                    xytext=(5, 5 if group == "micro" else -11),
+                    xytext=(5, 5 if is_above else -11),
                     textcoords="offset points",
                     size=8,
                     color=colour,
