@@ -195,7 +195,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--estimates",
         type=lambda text: tuple(text.split(",")),
         default=ESTIMATES,
-        help="comma-separated, for a shorter run",
+        help=f"comma-separated, of {', '.join(ESTIMATES)}, for a shorter run",
     )
     parser.add_argument(
         "--measure",

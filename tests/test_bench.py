@@ -23,7 +23,7 @@ from launch.benchmark.meters import (
     OwnTime,
 )
 from launch.benchmark.statistics import estimate
-from launch.benchmark.tables import all_tables, varied
+from launch.benchmark.tables import _meets, all_tables, varied
 from ranks import run_ranks
 
 SCRIPT = Path(bench.__file__)
@@ -260,6 +260,21 @@ def test_factor_is_found_among_shapes_that_differ_in_it_alone():
     assert "G 64" in tables and tables.count("added in an optimizer step") == 3
 
 
+@pytest.mark.parametrize(
+    "ratios, verdict",
+    [
+        ([1.03, 1.031, 1.032] * 4, "met (1.05)"),
+        ([1.02, 1.03, 1.045] * 4, "met (1.05)"),  # wide, and below the target as a whole
+        ([1.02, 1.04, 1.06] * 4, "too noisy to tell"),
+        ([1.05, 1.051, 1.052] * 4, "MISSED (1.05)"),
+        ([1.06, 1.08, 1.10] * 4, "MISSED (1.05)"),
+        ([1.0] * 5, "too noisy to tell"),  # no interval
+    ],
+)
+def test_verdict_looks_at_the_interval(ratios: list[float], verdict: str):
+    assert _meets("gate", estimate(ratios), 1.05) == f"gate {verdict}"
+
+
 def test_runs_of_one_shape_are_laid_side_by_side():
     """The plugin's own 9 ms in each 1 s of the rest, and gates 10% slower, twice."""
     runs = [_result(), _result()]
@@ -267,7 +282,10 @@ def test_runs_of_one_shape_are_laid_side_by_side():
         run["gate_wall_s"] = {name: row["wall_s"] for name, row in run["variants"].items()}
     table = all_tables(runs, {})
     assert "### 2 runs: 8 tokens" in table
-    assert "| 0.90% +- 0.00%, 0.90% +- 0.00% | 1.100 +- 0.000, 1.100 +- 0.000 " in table
+    assert (
+        "| 0.90% +- 0.00%, 0.90% +- 0.00% | 1.100 +- 0.000, 1.100 +- 0.000, 1.100 +- 0.000 "
+        in table
+    )
     assert "2 runs" not in all_tables([_result(), _result(layers=16)], {})
 
 

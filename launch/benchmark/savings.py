@@ -16,7 +16,7 @@ def measure(
     shape: Shape, blocks: int, seconds: float, seed: int, *, delays_ms: Sequence[float]
 ) -> dict[str, Any]:
     """Gates without the optimisations that are in forward, and waits without overlap."""
-    _, whole, _ = plugin_variants(("running",))
+    _, whole = plugin_variants(("running",))
     variants = [whole, *(ablated(whole, name) for name in (SHARED_SOFTMAX, NAMESPACE))]
     alone = run_ranks(gates.measure, 1, shape, blocks, seconds, seed, variants)
     return {
@@ -29,7 +29,7 @@ def measure(
 def _waits(shape: Shape, delays_ms: Sequence[float]) -> dict[str, dict[str, dict[str, float]]]:
     """By way of adding the loss and delay: reductions' exposed milliseconds in a step."""
     bench = Bench(shape, ("running",))
-    l_aux, coefficient, _ = plugin_variants(("running",))
+    l_aux, coefficient = plugin_variants(("running",))
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for variant in (l_aux, coefficient):
         for name, one in (("", variant), (ASYNCHRONOUS, ablated(variant, ASYNCHRONOUS))):

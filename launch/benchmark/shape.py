@@ -82,21 +82,25 @@ class Variant:
 PLAIN = Variant("plain DeepSpeed")
 # Plain against plain: what the measurement itself cannot tell apart.
 AGAIN = Variant("plain DeepSpeed again")
-ESTIMATES = ("running", "boundary", "carry", "exact")
+REPORT = "report"
+ESTIMATES = ("running", "boundary", "carry", "exact", REPORT)
 
 
 def plugin_variants(estimates: Sequence[str]) -> list[Variant]:
-    """These estimates in both ways of adding the loss, and the default with its reports."""
+    """These estimates in both ways of adding the loss; REPORT is the default with its reports."""
     quiet = {"enabled": False}
     variants = []
     for estimate in estimates:
+        if estimate == REPORT:
+            reporting = {"estimate": "running", "monitor": {"enabled": True, "interval": 1}}
+            variants.append(Variant("running, l_aux, report each step", reporting))
+            continue
         section = {"estimate": estimate, "monitor": quiet}
         variants.append(Variant(f"{estimate}, l_aux", section))
         variants.append(
             Variant(f"{estimate}, aux_loss_coeff", {**section, "aux_loss_coeff": COEFFICIENT})
         )
-    reporting = {"estimate": "running", "monitor": {"enabled": True, "interval": 1}}
-    return [*variants, Variant("running, l_aux, report each step", reporting)]
+    return variants
 
 
 def ablated(variant: Variant, optimisation: str) -> Variant:
