@@ -54,6 +54,20 @@ def test_builtin_corpus_has_six_domains_and_held_out_files() -> None:
     assert builtin_corpus().sha256 == corpus.sha256
 
 
+def test_our_own_readme_is_no_part_of_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every edit of the README once changed the text, and with it all digits of the demo."""
+    for name in ("ds_moe_lb-0.1.0", "numpy-2.0"):
+        folder = tmp_path / f"{name}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"The words of {name}.")
+    monkeypatch.setattr(builtin, "_roots", lambda: {"packages": [tmp_path]})
+    source = builtin.Source(name="english", patterns=("packages:*.dist-info/METADATA",))
+    (document,) = builtin._documents(source)
+    assert document.name == "numpy-2.0.dist-info/METADATA"
+
+
 def test_too_few_domains_names_what_was_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = builtin.Source(name="nothing", patterns=("stdlib:no_such_folder/*.xyz",))
     monkeypatch.setattr(builtin, "SOURCES", (nowhere,))
