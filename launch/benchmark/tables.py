@@ -88,6 +88,11 @@ def own_share(row: Result) -> Estimate:
     return estimate([a / (b - a) for a, b in zip(own["own_s"], own["wall_s"], strict=True)])
 
 
+def own_milliseconds(row: Result) -> Estimate:
+    """The plugin's own time in an optimizer step."""
+    return estimate([1e3 * seconds for seconds in row["own"]["own_s"]])
+
+
 def _own(result: Result) -> str:
     rows = []
     for name, row in result["variants"].items():
@@ -99,8 +104,8 @@ def _own(result: Result) -> str:
             verdict = "met" if (share.high or share.median) <= target - 1 else "MISSED"
             verdict += f" ({target - 1:.1%})"
         interval = "" if share.low is None else f" [{share.low:.3%}, {share.high:.3%}]"
-        milliseconds = f"{1e3 * median(row['own']['own_s']):.2f}"
-        rows.append([name, milliseconds, f"{share.median:.3%}{interval}", verdict])
+        milliseconds = own_milliseconds(row).median
+        rows.append([name, f"{milliseconds:.2f}", f"{share.median:.3%}{interval}", verdict])
     head = ["the plugin's own code in an optimizer step", "ms", "share of the rest", "target"]
     return markdown(head, rows)
 
