@@ -145,9 +145,23 @@ def test_a_folder_of_runs_is_a_comparison(tmp_path: Path, monkeypatch: pytest.Mo
     _write_tensorboard(tmp_path / "a" / "x", EVENTS)
     _write_tensorboard(tmp_path / "d" / "x", EVENTS)
     labels = [log.label for log in find_logs([tmp_path])]
-    assert labels == ["a/x", "b", "c", "d/x"]
+    assert labels == ["a/x", "b", "d/x", "c"]
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").is_file() and not (tmp_path / "figures").exists()
+
+
+def test_runs_of_a_folder_come_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    """The baseline is trained first, whatever its name; a resumed run began with its first file."""
+    _write_tensorboard(tmp_path / "global_batch" / "tensorboard", EVENTS, start=200)
+    run = _write_run(tmp_path / "micro_batch", SPECIALISED, loss=2.3)
+    events = [(f"{TAG}/max_violation_global_batch/layer_00", 0.5, 2)]
+    _write_tensorboard(run / "tensorboard", events, start=100)
+    _write_tensorboard(tmp_path / "resumed", EVENTS, start=300)
+    _write_tensorboard(tmp_path / "resumed", EVENTS, start=50)
+    labels = [log.label for log in find_logs([tmp_path])]
+    assert labels == ["resumed", "micro_batch", "global_batch"]
+    given = [tmp_path / "global_batch", tmp_path / "micro_batch"]
+    assert [log.label for log in find_logs(given)] == ["global_batch", "micro_batch"]
 
 
 def test_layers_of_our_own_runs_come_from_their_logs(tmp_path: Path) -> None:

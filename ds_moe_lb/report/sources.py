@@ -1,6 +1,8 @@
 """From a path that the user names to the runs that were logged there."""
 
+import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from ds_moe_lb.report.run_log import (
     in_one_unit,
 )
 from ds_moe_lb.report.scalars import (
+    EVENT_FILES,
     Scalars,
     holds_csv,
     holds_events,
@@ -30,6 +33,7 @@ from ds_moe_lb.training.run_folder import RUN_FILE, Run, is_run_folder, read_run
 _KIND_NAMES = ("tensorboard", "csv_monitor", "tb", "csv", "logs", "DeepSpeedJobName", "runs")
 _NOT_METRICS = ("step", "l_aux", "tokens_per_second", "seconds", "lm_loss")
 _NO_TAGS_SHOWN = 4
+_EVENT_TIME = re.compile(r"tfevents\.(\d+)\.")
 
 
 def find_logs(paths: list[Path]) -> list[RunLog]:
@@ -37,7 +41,8 @@ def find_logs(paths: list[Path]) -> list[RunLog]:
 
     Args:
         paths: each the folder of a run, a folder or file of TensorBoard, a folder of csv_monitor,
-            or a folder that holds several of these.
+            or a folder that holds several of these, which then come in the order in which they
+            began (CSVs, which do not tell, behind the others and by name).
 
     Raises:
         ValueError: when one of them holds no run with the plugin.
@@ -70,7 +75,14 @@ def _logs_at(path: Path) -> list[RunLog]:
             found.append(log)
     if not found:
         raise ValueError(_nothing_found(path, passed, not_begun))
-    return found
+    return sorted(found, key=_began)
+
+
+def _began(log: RunLog) -> float:
+    """Seconds since the epoch, which TensorBoard puts into the names of its files; else inf."""
+    files = [log.path] if log.path.is_file() else log.path.rglob(EVENT_FILES)
+    times = [match[1] for file in files if (match := _EVENT_TIME.search(file.name))]
+    return min(map(float, times), default=math.inf)
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
