@@ -260,6 +260,16 @@ def test_factor_is_found_among_shapes_that_differ_in_it_alone():
     assert "G 64" in tables and tables.count("added in an optimizer step") == 3
 
 
+def test_runs_of_one_shape_vary_nothing():
+    """Each factor was drawn as a panel of its own, with one value on its axis."""
+    assert varied([_result(), _result(), _result()]) == {}
+    runs = [_result(), _result(), _result(), _result(gas=64), _result(gas=64, layers=16)]
+    found = varied(runs)
+    assert set(found) == {"gas", "layers"}
+    assert [result["shape"]["gas"] for result in found["gas"]] == [4, 4, 4, 64]
+    assert [result["shape"]["layers"] for result in found["layers"]] == [4, 16]
+
+
 @pytest.mark.parametrize(
     "ratios, verdict",
     [

@@ -304,7 +304,12 @@ def varied(results: Sequence[Result]) -> dict[str, list[Result]]:
         for result in results:
             rest = tuple(sorted((k, v) for k, v in result["shape"].items() if k != factor))
             families.setdefault(rest, []).append(result)
-        family = max(families.values(), key=len)
-        if len(family) > 1:
+        # Runs of one shape, laid side by side elsewhere, vary nothing.
+        family = max(families.values(), key=lambda one: len(_values(one, factor)))
+        if len(_values(family, factor)) > 1:
             found[factor] = sorted(family, key=lambda result: result["shape"][factor])
     return found
+
+
+def _values(results: Sequence[Result], factor: str) -> set[int]:
+    return {result["shape"][factor] for result in results}
