@@ -285,6 +285,23 @@ def test_verdict_looks_at_the_interval(ratios: list[float], verdict: str):
     assert _meets("gate", estimate(ratios), 1.05) == f"gate {verdict}"
 
 
+@pytest.mark.parametrize(
+    "shares, verdict",
+    [
+        ([0.009] * 6, "met"),
+        ([0.011] * 6, "MISSED"),
+        ([0.004] * 5 + [0.02], "too noisy to tell"),
+        ([0.009] * 3, "too noisy to tell"),  # no interval
+    ],
+)
+def test_verdict_on_the_plugins_own_time_needs_an_interval(shares: list[float], verdict: str):
+    """Three windows below the target were met, and one slow window of six made it missed."""
+    result = _result()
+    own = {"own_s": shares, "wall_s": [1.0 + share for share in shares]}
+    result["variants"]["running, l_aux"]["own"] = own
+    assert f"| {verdict} (1.0%) " in all_tables([result], {})
+
+
 def test_runs_of_one_shape_are_laid_side_by_side():
     """The plugin's own 9 ms in each 1 s of the rest, and gates 10% slower, twice."""
     runs = [_result(), _result()]
