@@ -56,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     if options.draw:
         runs = [json.loads(path.read_text()) for path in options.draw]
-        merged = {**runs[-1], "results": [result for run in runs for result in run["results"]]}
+        peers = {name: peer for run in runs for name, peer in run["peers"].items()}
+        results = [result for run in runs for result in run["results"]]
+        merged = {**runs[-1], "results": results, "peers": peers}
         return _show(merged, options.output, options.name, write=False)
     base = Shape(**{name: getattr(options, name) for name in asdict(Shape())})
     shapes = [base]

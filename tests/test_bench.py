@@ -236,7 +236,9 @@ def test_picture_and_tables_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFi
         environment = dict.fromkeys(
             ("command", "date", "deepspeed", "torch", "processor", "cores"), "x"
         )
-        run = {"environment": environment, "results": [result], "peers": {}}
+        # Peers were those of the last run, which had measured none.
+        peers = {"a peer": {"not_run": "it is not there"}} if layers == 4 else {}
+        run = {"environment": environment, "results": [result], "peers": peers}
         file.write_text(json.dumps(run))
         files.append(str(file))
     assert bench.main(["--draw", *files, "--output", str(tmp_path), "--name", "both"]) == 0
@@ -244,6 +246,7 @@ def test_picture_and_tables_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert printed.count("| 1.1000 [1.1000, 1.1000] ") == 2
     assert printed.count("step MISSED (1.01)") == 2
+    assert "a peer: not run: it is not there" in printed
     # 9 ms of the plugin in each 1 s of the rest; `running` may cost 1%.
     assert printed.count("| 0.900% [0.900%, 0.900%] | met (1.0%) ") == 2
 
