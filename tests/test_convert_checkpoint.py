@@ -297,6 +297,12 @@ def _store_another_shape(file: Path) -> None:
     save_file(tensors, file)
 
 
+def _shorten(file: Path) -> None:
+    """transformers loads the rest with a warning; the conversion ended in an IndexError."""
+    path = file.parent / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -306,6 +312,7 @@ def _store_another_shape(file: Path) -> None:
         (_store_another_shape, r"has the shape \[3, 5\], expected \[48, 16\]"),
         (_store_integers, r"got the dtype torch\.int8, expected one of torch\.float32"),
         (lambda file: (file.parent / "config.json").unlink(), "it has no config.json"),
+        (_shorten, r"got the tensor model\.layers\.1\.mlp\..*, expected 1 layers by"),
     ],
 )
 def test_damaged_checkpoints_are_refused(

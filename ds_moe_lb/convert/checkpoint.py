@@ -55,9 +55,20 @@ class DenseCheckpoint:
         self._file_of = {name: file for file, names in self.shards.items() for name in names}
 
     def check_ffn(self) -> None:
-        """Raises ValueError when an FFN matrix is missing or has another shape than expected."""
+        """Raises ValueError when an FFN matrix is missing, has another shape than expected, or is
+        of a layer that the config does not have.
+        """
         hidden, neurons = self.config.hidden_size, self.config.intermediate_size
-        for layer in range(self.config.num_hidden_layers):
+        num_layers = self.config.num_hidden_layers
+        for name in self._file_of:
+            ffn = parse_ffn_name(name)
+            if ffn and ffn[0] >= num_layers:
+                raise ValueError(
+                    f"{self.path}: got the tensor {name}, expected {num_layers} layers by "
+                    f"num_hidden_layers of config.json; a shortened model has to be saved by "
+                    f"save_pretrained(...) of transformers first"
+                )
+        for layer in range(num_layers):
             for projection in PROJECTIONS:
                 name = ffn_name(layer, projection)
                 expected = [hidden, neurons] if projection == "down_proj" else [neurons, hidden]
