@@ -8,7 +8,9 @@ import copy
 import pytest
 import torch
 from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ds_moe_lb.config import RouterConfig, parse_config, parse_router_config
 from ds_moe_lb.routers import groups
@@ -439,6 +441,33 @@ def test_optimizer_with_decay_only_gets_a_group_unless_a_scheduler_counts_its_gr
     ):
         change(model, optimizer=optimizer, lr_scheduler=scheduler)
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("router", [{"type": "hyper"}, {"type": "frozen"}])
+@pytest.mark.parametrize("make", [lambda o: LambdaLR(o, lambda step: 1.0), WarmupLR])
+def test_a_group_of_routers_alone_is_refused_only_if_a_scheduler_counts_it(router, make):
+    """DeepSpeed drops the empty group: torch's scheduler then failed in its first step, and
+    DeepSpeed's own gave the other parameters the learning rate of the routers.
+    """
+    model = TinyMoE(k=2)
+    weights = [gate.wg.weight for gate in model.gates()]
+    rest = [p for p in model.parameters() if all(p is not weight for weight in weights)]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    scheduler = make(optimizer)
+    with pytest.raises(ValueError, match="^moe_router: a group of the optimizer holds nothing but"):
+        change(model, router, optimizer=optimizer, lr_scheduler=scheduler)
+    assert same(optimizer.param_groups[0]["params"], weights)
+    change(model, router, optimizer=optimizer, lr_scheduler=make)
+    assert optimizer.param_groups[0]["params"] == []
+
+
+def test_a_scheduler_of_deepspeed_counts_groups_too():
+    """It gave no learning rate to the group of the embeddings, which kept that of the start."""
+    model = TinyMoE(k=2)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    with pytest.raises(ValueError, match="^moe_router: the embeddings take no weight decay"):
+        change(model, optimizer=optimizer, lr_scheduler=WarmupLR(optimizer))
 
 
 def test_what_was_kept_out_of_the_optimizer_stays_out():

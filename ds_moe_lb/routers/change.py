@@ -136,12 +136,23 @@ class _Change:
         if trained and not self._config.replace_trained:
             raise _trained_error(self._config, trained, "the optimizer has stepped them")
         scheduler = self._arguments.get("lr_scheduler")
-        if hasattr(scheduler, "base_lrs") and groups.adds_group(optimizer, swaps):
+        if scheduler is None or callable(scheduler):
+            return
+        # DeepSpeed's own schedulers pair groups with learning rates by their order, in silence.
+        if groups.adds_group(optimizer, swaps):
             raise ValueError(
                 f"{ROUTER_SECTION}: the embeddings take no weight decay, so they need a group of "
                 f"their own in the optimizer, and lr_scheduler was made for its present groups. "
                 f"Make the scheduler afterwards (lr_scheduler may be a function of the optimizer), "
                 f"or give the optimizer the routers' weights in a group with weight_decay 0"
+            )
+        if groups.empties_group(optimizer, swaps):
+            raise ValueError(
+                f"{ROUTER_SECTION}: a group of the optimizer holds nothing but weights of routers, "
+                f"which type {self._config.type!r} takes out of it; DeepSpeed drops groups without "
+                f"parameters, and lr_scheduler was made for the present ones. Make the scheduler "
+                f"afterwards (lr_scheduler may be a function of the optimizer), or leave the "
+                f"routers in a group with other parameters"
             )
 
 

@@ -69,6 +69,13 @@ def adds_group(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) -> bool:
     return len(_repair(groups, swaps)) > len(optimizer.param_groups)
 
 
+def empties_group(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) -> bool:
+    """Whether :func:`repair_optimizer` would leave a group without parameters."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    pairs = zip(optimizer.param_groups, _repair(groups, swaps), strict=False)
+    return any(before["params"] and not after["params"] for before, after in pairs)
+
+
 def trained_in(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) -> list[str]:
     """The layers whose old weight the optimizer has stepped already."""
     return [x.name for x in swaps if x.old is not None and optimizer.state.get(x.old)]
