@@ -52,9 +52,8 @@ def repaired(parameters: Sequence[Any], swaps: Sequence[Swap]) -> list[Any]:
 
 def repair_optimizer(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) -> None:
     """The same for an optimizer that exists already, in place."""
-    before = len(optimizer.param_groups)
-    groups = [dict(group) for group in optimizer.param_groups]
-    for group, new in zip(optimizer.param_groups, _repair(groups, swaps), strict=False):
+    before, groups = len(optimizer.param_groups), _groups_afterwards(optimizer, swaps)
+    for group, new in zip(optimizer.param_groups, groups, strict=False):
         group["params"][:] = new["params"]
     for group in groups[before:]:
         optimizer.add_param_group(group)
@@ -65,20 +64,23 @@ def repair_optimizer(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) ->
 
 def adds_group(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) -> bool:
     """Whether :func:`repair_optimizer` would need a group that the optimizer has not got."""
-    groups = [dict(group) for group in optimizer.param_groups]
-    return len(_repair(groups, swaps)) > len(optimizer.param_groups)
+    return len(_groups_afterwards(optimizer, swaps)) > len(optimizer.param_groups)
 
 
 def empties_group(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) -> bool:
     """Whether :func:`repair_optimizer` would leave a group without parameters."""
-    groups = [dict(group) for group in optimizer.param_groups]
-    pairs = zip(optimizer.param_groups, _repair(groups, swaps), strict=False)
+    pairs = zip(optimizer.param_groups, _groups_afterwards(optimizer, swaps), strict=False)
     return any(before["params"] and not after["params"] for before, after in pairs)
 
 
 def trained_in(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) -> list[str]:
     """The layers whose old weight the optimizer has stepped already."""
     return [x.name for x in swaps if x.old is not None and optimizer.state.get(x.old)]
+
+
+def _groups_afterwards(optimizer: torch.optim.Optimizer, swaps: Sequence[Swap]) -> list[Group]:
+    """The optimizer's groups repaired, new ones last; the optimizer itself is not changed."""
+    return _repair([dict(group) for group in optimizer.param_groups], swaps)
 
 
 def _repair(groups: list[Group], swaps: Sequence[Swap]) -> list[Group]:
