@@ -11,6 +11,7 @@ from launch.benchmark.statistics import Estimate, estimate
 TARGET_GATE = 1.05
 TARGET_STEP = {"running": 1.01, "boundary": 1.005}
 TARGET_HALF_WIDTH = 0.005
+_UNDECIDED = "too noisy to tell"
 
 Result = dict[str, Any]
 
@@ -101,21 +102,13 @@ def _own(result: Result) -> str:
         share, target = own_share(row), TARGET_STEP.get(name.split(",")[0])
         verdict = ""
         if target is not None and "report" not in name:
-            verdict = _own_verdict(share, target - 1)
+            # By the whole interval: as a share, none is narrow beside its target.
+            verdict = f"{_verdict_on(share, target - 1)} ({target - 1:.1%})"
         interval = "" if share.low is None else f" [{share.low:.3%}, {share.high:.3%}]"
         milliseconds = own_milliseconds(row).median
         rows.append([name, f"{milliseconds:.2f}", f"{share.median:.3%}{interval}", verdict])
     head = ["the plugin's own code in an optimizer step", "ms", "share of the rest", "target"]
     return markdown(head, rows)
-
-
-def _own_verdict(share: Estimate, target: float) -> str:
-    """By the whole interval: as a share, none is narrow beside its target."""
-    if share.high is not None and share.high <= target:
-        return f"met ({target:.1%})"
-    if share.low is not None and share.low > target:
-        return f"MISSED ({target:.1%})"
-    return f"too noisy to tell ({target:.1%})"
 
 
 def _savings(savings: dict[str, Any]) -> str:
@@ -153,13 +146,18 @@ def _verdict(result: Result, name: str) -> str:
 
 
 def _meets(what: str, value: Estimate, target: float) -> str:
-    """By the median where the interval is narrow, else by the whole interval."""
-    is_narrow = value.half_width is not None and value.half_width <= TARGET_HALF_WIDTH
+    verdict = _verdict_on(value, target, narrow=TARGET_HALF_WIDTH)
+    return f"{what} {verdict}" + (f" ({target:g})" if verdict != _UNDECIDED else "")
+
+
+def _verdict_on(value: Estimate, target: float, *, narrow: float = 0.0) -> str:
+    """By the median where the interval is at most so narrow to either side, else by all of it."""
+    is_narrow = value.half_width is not None and value.half_width <= narrow
     if value.high is not None and (value.high <= target or is_narrow and value.median <= target):
-        return f"{what} met ({target:g})"
+        return "met"
     if value.low is not None and (value.low > target or is_narrow):
-        return f"{what} MISSED ({target:g})"
-    return f"{what} too noisy to tell"
+        return "MISSED"
+    return _UNDECIDED
 
 
 def _repeated(results: Sequence[Result]) -> list[list[Result]]:
