@@ -139,6 +139,7 @@ def _task(info: dict[str, Any], *, world_size: int) -> Any:
     from ds_moe_lb.data.builtin import builtin_corpus
     from ds_moe_lb.data.folder import folder_corpus
     from ds_moe_lb.training.options import TrainOptions
+    from ds_moe_lb.training.run_folder import TENSORBOARD_FOLDER
     from ds_moe_lb.training.trainer import Task, prepare_ds_config
 
     options = TrainOptions(**info["options"])
@@ -152,7 +153,7 @@ def _task(info: dict[str, Any], *, world_size: int) -> Any:
     return Task(
         options=options,
         model=_model_kind(info["model"], ep_size=options.ep_size),
-        ds_config=prepare_ds_config(info["ds_config"], Path(info["output"]) / "tensorboard"),
+        ds_config=prepare_ds_config(info["ds_config"], Path(info["output"]) / TENSORBOARD_FOLDER),
         corpus=corpus,
     )
 

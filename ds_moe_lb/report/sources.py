@@ -27,7 +27,13 @@ from ds_moe_lb.report.scalars import (
     read_csv_folder,
     read_tensorboard,
 )
-from ds_moe_lb.training.run_folder import RUN_FILE, Run, is_run_folder, read_run
+from ds_moe_lb.training.run_folder import (
+    RUN_FILE,
+    TENSORBOARD_FOLDER,
+    Run,
+    is_run_folder,
+    read_run,
+)
 
 # Names that say what a folder is for, not which run it belongs to.
 _KIND_NAMES = ("tensorboard", "csv_monitor", "tb", "csv", "logs", "DeepSpeedJobName", "runs")
@@ -80,7 +86,8 @@ def _logs_at(path: Path) -> list[RunLog]:
 
 def _began(log: RunLog) -> float:
     """Seconds since the epoch, which TensorBoard puts into the names of its files; else inf."""
-    files = [log.path] if log.path.is_file() else log.path.rglob(EVENT_FILES)
+    folder = log.path if log.run is None else log.path / TENSORBOARD_FOLDER
+    files = [folder] if folder.is_file() else folder.glob(EVENT_FILES)
     times = [match[1] for file in files if (match := _EVENT_TIME.search(file.name))]
     return min(map(float, times), default=math.inf)
 
@@ -123,7 +130,7 @@ def _of_our_trainer(folder: Path) -> RunLog:
     run = read_run(folder)
     per_step = _samples_per_step(run)
     series: dict[Key, Series] = {}
-    logs = folder / "tensorboard"
+    logs = folder / TENSORBOARD_FOLDER
     if per_step and logs.is_dir() and holds_events(logs):
         series |= {
             key: Series(at=one.at // per_step, values=one.values)

@@ -22,6 +22,7 @@ import ds_moe_lb
 RUN_FILE = "run.json"
 HISTORY_FILE = "history.jsonl"
 VALIDATION_FILE = "validation.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 _INFO_KEYS = {"label", "status", "world_size", "options", "model", "ds_config", "versions"}
 _PACKAGES = ("deepspeed", "torch", "numpy", "transformers")
 
@@ -35,7 +36,7 @@ class RunFolder:
 
     @property
     def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+        return self.path / TENSORBOARD_FOLDER
 
     @property
     def checkpoints(self) -> Path:
