@@ -2,7 +2,23 @@
 
 Sequence-parallel ranks hold the tokens of one micro-batch together, so the reference sees each of
 their groups as one rank; tensor-parallel peers hold the same tokens, and the reference sees one of
-them. ``CANNOT`` lists what DeepSpeed itself does not run.
+them.
+
+DeepSpeed itself does not run:
+
+- native MoE with ZeRO 3, which it refuses; AutoEP is its way;
+- PipelineEngine with ZeRO 2 or 3, which it refuses, and with MoE on one stage only and ZeRO 1: the
+  stages sum the norm of the gradients a different number of times, and the optimizer step hangs;
+- tensor parallelism through an mpu on gloo: gather_tokens hands over a flat buffer, which gloo
+  refuses; the tests make it accept that;
+- sequence parallelism through mesh_param: gradients are not reduced over the sequence ranks; the
+  plugin refuses it;
+- deepspeed.runtime.sequence_parallel.parallel_state_sp as the mpu of native MoE: MOELayer takes the
+  sequence ranks for tensor-parallel peers and gives each only its part of the other's slots, so
+  that the experts' outputs are wrong and the router's gradient is right;
+- unequal numbers of tokens with ep_size > 1 and k = 1: top-1 caps the capacity by the local tokens,
+  so the sizes of the all-to-all differ;
+- Tutel, which needs CUDA.
 """
 
 from dataclasses import dataclass, replace
@@ -61,31 +77,6 @@ def _half_of_all() -> list[Cell]:
         for stage, mode in stages
         if (at + at // 2 + stage) % 2 == 0
     ]
-
-
-CANNOT = {
-    "native MoE with ZeRO 3": "refused by DeepSpeed; AutoEP is its way",
-    "PipelineEngine with ZeRO 2 or 3": "refused by DeepSpeed",
-    "PipelineEngine with MoE on one stage only, ZeRO 1": "the stages sum the norm of the gradients "
-    "a different number of times: hangs in the optimizer step",
-    "tensor parallelism through an mpu on gloo": "gather_tokens hands over a flat buffer, which "
-    "gloo refuses; the tests make it accept that",
-    "sequence parallelism through mesh_param": "gradients are not reduced over the sequence ranks; "
-    "refused by the plugin",
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp as the mpu of native MoE": "MOELayer "
-    "takes the sequence ranks for tensor-parallel peers and gives each only its part of the "
-    "other's slots: the experts' outputs are wrong, the router's gradient is right",
-    "unequal token numbers with ep_size > 1, k = 1": "top-1 caps the capacity by the local tokens, "
-    "so all-to-all sizes differ",
-    "Tutel": "needs CUDA",
-}
-
-
-def test_what_plain_deepspeed_cannot_run_is_listed(capsys):
-    with capsys.disabled():
-        print("\nlayouts that DeepSpeed itself does not run:")
-        for layout, reason in CANNOT.items():
-            print(f"  {layout}: {reason}")
 
 
 @dataclass(frozen=True)
