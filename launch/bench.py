@@ -7,16 +7,16 @@
     python launch/bench.py --quick --measure gates     one thing alone
     python launch/bench.py --draw A.json B.json        tables and picture of earlier runs
 
-In the same processes, on one live engine, the plugin comes and goes: each block of repetitions
-times plain DeepSpeed (twice: their ratio is the noise), every estimate and both ways of adding the
-loss once, in random order, and every ratio is taken inside its block. Its median comes with a
-distribution-free 95% interval. Measured are whole optimizer steps on several ranks; in one process
-the gates alone, each variant with an engine of its own and a block being one micro-step of each;
-and the time spent in the plugin's own code, which tells more where the machine's speed varies by
-more than the plugin costs. Counted are collectives and their bytes, waits of the host in forward,
-and bytes that live. `wall` is what a user waits; `processor` is the time of all ranks' processors,
-which other programs on the machine disturb less. Run it on a quiet machine with a core for each
-rank; without GPUs it uses CPU ranks.
+In the same processes there is an engine for each of plain DeepSpeed (twice: their ratio is the
+noise), every estimate and both ways of adding the loss. Each block deals them out to the engines
+anew, micro-step by micro-step they take turns in random order, and every ratio is taken inside its
+block. Its median comes with a distribution-free 95% interval. Measured are whole optimizer steps on
+several ranks, and in one process the gates alone. The time spent in the plugin's own code tells
+more where the machine's speed varies by more than the plugin costs; it, collectives and their
+bytes, waits of the host in forward and bytes that live are taken on one live engine, on which the
+plugin comes and goes. `wall` is what a user waits; `processor` is the time of all ranks'
+processors, which other programs on the machine disturb less. Run it on a quiet machine with a core
+for each rank; without GPUs it uses CPU ranks.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # ranks inherit it
 
-# What is timed or counted, in this order; the last three for the fixed shape only.
+# What is timed or counted, in this order; from "steps" on for the fixed shape only.
 MEASURES = ("counts", "waits", "own", "steps", "gates", "savings", "peers")
 
 from launch.benchmark.ranks import choose_device, run_ranks  # noqa: E402
@@ -55,11 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     options.output.mkdir(parents=True, exist_ok=True)
     if options.draw:
-        runs = [json.loads(path.read_text()) for path in options.draw]
-        peers = {name: peer for run in runs for name, peer in run["peers"].items()}
-        results = [result for run in runs for result in run["results"]]
-        merged = {**runs[-1], "results": results, "peers": peers}
-        return _show(merged, options.output, options.name, write=False)
+        return _show([json.loads(path.read_text()) for path in options.draw], options)
     base = Shape(**{name: getattr(options, name) for name in asdict(Shape())})
     shapes = [base]
     for factor in [] if options.quick else [options.factor] if options.factor else FACTORS:
@@ -73,33 +69,36 @@ def main(argv: list[str] | None = None) -> int:
     if "peers" in options.measure:
         run["peers"] = _measure_peers(base, options)
     run["environment"]["load_at_end"] = os.getloadavg()
-    return _show(run, options.output, options.name, write=True)
+    _path(options, "json").write_text(json.dumps(run, indent=1) + "\n")
+    return _show([run], options)
 
 
 def _measure(shape: Shape, options: argparse.Namespace, *, is_base: bool) -> dict[str, Any]:
-    from launch.benchmark import gates, savings, steps
+    from launch.benchmark import gates, one_engine, savings, whole_steps
 
-    plan = steps.Plan(
-        blocks=options.blocks,
-        seconds=options.seconds,
+    plan = one_engine.Plan(
         delays_ms=options.delay_ms if is_base else (),
         memory_tokens=(shape.tokens // 4, shape.tokens) if is_base else (),
-        seed=options.seed,
         estimates=options.estimates,
         measure=options.measure,
         own_windows=options.windows,
     )
-    result: dict[str, Any] = run_ranks(steps.measure, shape.ranks, shape, plan)
+    result: dict[str, Any] = run_ranks(one_engine.measure, shape.ranks, shape, plan)
+    if is_base and "steps" in options.measure:
+        arguments = (shape, options.blocks, options.seconds, options.seed)
+        whole = run_ranks(whole_steps.measure, shape.ranks, *arguments, _timed_variants(options))
+        for name in whole["wall_s"]:
+            result["variants"][name] |= {key: whole[key][name] for key in ("wall_s", "cpu_s")}
     arguments = (shape, options.gate_blocks, options.seconds, options.seed)
     if is_base and "gates" in options.measure:
-        alone = run_ranks(gates.measure, 1, *arguments, _gate_variants(options))
+        alone = run_ranks(gates.measure, 1, *arguments, _timed_variants(options))
         result |= {key: alone[key] for key in ("gate_wall_s", "gate_cpu_s")}
     if is_base and "savings" in options.measure:
         result["savings"] = savings.measure(*arguments, delays_ms=options.delay_ms)
     return result
 
 
-def _gate_variants(options: argparse.Namespace) -> list[Variant]:
+def _timed_variants(options: argparse.Namespace) -> list[Variant]:
     return [PLAIN, AGAIN, *plugin_variants(options.estimates)]
 
 
@@ -114,7 +113,7 @@ def _measure_peers(base: Shape, options: argparse.Namespace) -> dict[str, Any]:
         "megatron-core": run_ranks(peers.measure_megatron, base.ranks, base, *arguments),
     }
     if "not_run" not in measured["megatron-core"]:  # ours on the same ranks, to lay beside it
-        of_gates = (options.gate_blocks, options.seconds, options.seed, _gate_variants(options))
+        of_gates = (options.gate_blocks, options.seconds, options.seed, _timed_variants(options))
         ours = run_ranks(gates.measure, base.ranks, base, *of_gates)
         measured["DeepSpeed"] = {
             "version": version("deepspeed"),
@@ -124,20 +123,24 @@ def _measure_peers(base: Shape, options: argparse.Namespace) -> dict[str, Any]:
     return measured
 
 
-def _show(run: dict[str, Any], folder: Path, name: str, *, write: bool) -> int:
-    if write:
-        (folder / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n")
-    environment = run["environment"]
-    print(
-        f"{environment['command']}, {environment['date']}, DeepSpeed {environment['deepspeed']}, "
-        f"torch {environment['torch']}, {environment['processor']}, {environment['cores']} cores\n"
-    )
-    print(all_tables(run["results"], run["peers"]))
-    if varied(run["results"]):
+def _show(runs: list[dict[str, Any]], options: argparse.Namespace) -> int:
+    """Under the commands of all runs, their tables and the picture of their results together."""
+    for run in runs:
+        environment = run["environment"]
+        print(
+            f"{environment['command']}, {environment['date']}, DeepSpeed "
+            f"{environment['deepspeed']}, torch {environment['torch']}, "
+            f"{environment['processor']}, {environment['cores']} cores"
+        )
+    results = [result for run in runs for result in run["results"]]
+    peers = {name: peer for run in runs for name, peer in run["peers"].items()}
+    print("\n" + all_tables(results, peers))
+    if varied(results):
         from launch.benchmark.picture import draw
 
-        draw(run["results"], folder / f"{name}.png")
-    print(f"results in {folder}: {', '.join(sorted(p.name for p in folder.glob(name + '.*')))}")
+        draw(results, _path(options, "png"))
+    written = sorted(path.name for path in options.output.glob(f"{options.name}.*"))
+    print(f"results in {options.output}: {', '.join(written)}")
     return 0
 
 
@@ -181,8 +184,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     which.add_argument("--draw", type=Path, nargs="+", metavar="JSON", help="measure nothing")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="results folder")
     parser.add_argument("--name", default="bench", help="of the files in it")
-    parser.add_argument("--blocks", type=int, default=30, help="of whole steps, at most")
-    parser.add_argument("--gate-blocks", type=int, default=1500, help="of gates, at most")
+    parser.add_argument("--blocks", type=int, default=100, help="of whole steps, at most")
+    parser.add_argument("--gate-blocks", type=int, default=100, help="of gates, at most")
     parser.add_argument("--windows", type=int, default=8, help="for the plugin's own time")
     parser.add_argument(
         "--seconds", type=float, default=1800.0, help="per shape, after which no block begins"
@@ -205,7 +208,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=MEASURES,
         help=f"comma-separated, of {', '.join(MEASURES)}; by default all",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the order inside blocks")
+    parser.add_argument("--seed", type=int, default=1, help="of dealing and order")
     for name, value in asdict(Shape()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=value, help=f"of the fixed shape: {value}")

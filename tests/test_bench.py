@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from launch import bench
-from launch.benchmark import meters
+from launch.benchmark import meters, side_by_side
 from launch.benchmark.ablations import ASYNCHRONOUS, NAMESPACE, SHARED_SOFTMAX
 from launch.benchmark.meters import (
     Collectives,
@@ -22,6 +23,8 @@ from launch.benchmark.meters import (
     OtherCollectives,
     OwnTime,
 )
+from launch.benchmark.shape import Variant
+from launch.benchmark.side_by_side import Times
 from launch.benchmark.statistics import estimate
 from launch.benchmark.tables import _meets, all_tables, varied
 from ranks import run_ranks
@@ -155,6 +158,65 @@ def test_delay_shows_as_far_as_work_does_not_hide_it(
     assert meter.waited_s == exposed_s
 
 
+class _Engines:
+    """Engines that are slower than each other for good, and a lane whose time says who took part.
+
+    A micro-step of variant v on engine e takes v + 0.1 e s, where v is 10 or 20.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.turns: list[tuple[str, int]] = []
+
+    def make(self) -> int:
+        self.made += 1
+        return self.made - 1
+
+    def lane(self, engine: int, variant: Variant) -> Iterator[Times]:
+        seconds = {"plain": 10.0, "ours": 20.0}[variant.name] + 0.1 * engine
+        while True:
+            self.turns.append((variant.name, engine))
+            yield Times(wall_s=seconds, cpu_s=2 * seconds)
+
+
+def _interleave(monkeypatch: pytest.MonkeyPatch, engines: _Engines, **options: Any) -> Any:
+    monkeypatch.setattr(side_by_side, "any_rank", lambda condition: condition)
+    monkeypatch.setattr(side_by_side, "sum_over_ranks", lambda numbers: [3 * n for n in numbers])
+    monkeypatch.setattr(side_by_side, "say", lambda text: None)
+    variants = [Variant("plain"), Variant("ours")]
+    plan = {"micro_steps": 3, "blocks": 20, "seconds": 1e9, "seed": 1} | options
+    return side_by_side.interleave("x", variants, engines.make, engines.lane, **plan)
+
+
+def test_variants_take_turns_and_are_dealt_out_to_the_engines_anew(monkeypatch):
+    """In a block of 3 micro-steps a variant takes 3 v, and 0.3 s more on the second engine."""
+    engines = _Engines()
+    measured = _interleave(monkeypatch, engines)
+    assert engines.made == 2 and len(engines.turns) == 20 * 3 * 2
+    dealings, orders = set(), set()
+    for block in range(20):
+        turns = engines.turns[6 * block : 6 * block + 6]
+        engine = dict(turns)
+        assert sorted(engine) == ["ours", "plain"] and set(engine.values()) == {0, 1}
+        dealings.add(engine["ours"])
+        for first in (0, 2, 4):
+            assert {turn for turn in turns[first : first + 2]} == set(engine.items())
+            orders.add(turns[first][0])
+        assert measured["wall_s"]["ours"][block] == pytest.approx(60 + 0.3 * engine["ours"])
+        assert measured["wall_s"]["plain"][block] == pytest.approx(30 + 0.3 * engine["plain"])
+        for name in engine:  # twice the wall time on each of three ranks
+            assert measured["cpu_s"][name][block] == pytest.approx(
+                6 * measured["wall_s"][name][block]
+            )
+    assert dealings == {0, 1} and orders == {"plain", "ours"}
+
+
+def test_blocks_end_when_time_is_over(monkeypatch):
+    """The first block is measured whatever the time."""
+    measured = _interleave(monkeypatch, _Engines(), seconds=-1.0)
+    assert [len(times) for times in measured["wall_s"].values()] == [1, 1]
+
+
 @pytest.mark.slow
 def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
     """2 layers of 8 experts, G = 2: one message is 8 counts and 3 numbers of 8 bytes for a layer.
@@ -164,7 +226,7 @@ def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
     reduction.
     """
     arguments = ["--quick", "--measure", "counts,waits,own,steps,gates,savings"]
-    arguments += ["--blocks", "1", "--gate-blocks", "1", "--delay-ms", "5"]
+    arguments += ["--blocks", "2", "--gate-blocks", "1", "--delay-ms", "5"]
     arguments += ["--tokens", "64", "--model-dim", "16", "--expert-dim", "8", "--layers", "2"]
     arguments += ["--num-experts", "8", "--top-k", "2", "--gas", "2", "--output", str(tmp_path)]
     process = subprocess.run(
@@ -193,7 +255,7 @@ def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
         assert added[f"{kind}, aux_loss_coeff"] == (1, message)
     assert added["running, l_aux, report each step"][0] == 2 * 2 + 1
     for name, row in rows.items():
-        assert len(row["wall_s"]) == len(row["cpu_s"]) == 1
+        assert len(row["wall_s"]) == len(row["cpu_s"]) == 2
         assert min(row["wall_s"] + row["cpu_s"]) > 0
         if "counted" not in row:
             continue
@@ -211,7 +273,9 @@ def test_tiny_run_counts_what_the_plugin_promises(tmp_path: Path):
             for tokens, memory in row["memory"].items()
         }
         assert set(row["memory"]) == {"16", "64"} and len(kept) == 1, name
-        if name != "plain DeepSpeed":
+        # The second forward of `exact` is the model's work, of which the profiler knows nothing.
+        assert ("own" in row) == (name.split(",")[0] in ("running", "boundary", "carry")), name
+        if "own" in row:
             own = row["own"]
             assert all(0 < a < b for a, b in zip(own["own_s"], own["wall_s"], strict=True)), name
     assert "| running, aux_loss_coeff " in process.stdout
@@ -233,9 +297,8 @@ def test_picture_and_tables_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFi
     for layers in (4, 16):
         result = _result(layers=layers)
         file = tmp_path / f"layers_{layers}.json"
-        environment = dict.fromkeys(
-            ("command", "date", "deepspeed", "torch", "processor", "cores"), "x"
-        )
+        environment = dict.fromkeys(("date", "deepspeed", "torch", "processor", "cores"), "x")
+        environment["command"] = f"python launch/bench.py --layers {layers}"
         # Peers were those of the last run, which had measured none.
         peers = {"a peer": {"not_run": "it is not there"}} if layers == 4 else {}
         run = {"environment": environment, "results": [result], "peers": peers}
@@ -244,6 +307,8 @@ def test_picture_and_tables_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert bench.main(["--draw", *files, "--output", str(tmp_path), "--name", "both"]) == 0
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
+    assert "python launch/bench.py --layers 4, x" in printed  # of every run that is drawn
+    assert "python launch/bench.py --layers 16, x" in printed
     assert printed.count("| 1.1000 [1.1000, 1.1000] ") == 2
     assert printed.count("step MISSED (1.01)") == 2
     assert "a peer: not run: it is not there" in printed
@@ -306,16 +371,14 @@ def test_verdict_on_the_plugins_own_time_needs_an_interval(shares: list[float], 
 
 
 def test_runs_of_one_shape_are_laid_side_by_side():
-    """The plugin's own 9 ms in each 1 s of the rest, and gates 10% slower, twice."""
+    """Steps 10% slower, the plugin's own 9 ms in each 1 s of the rest, gates 10% slower: twice."""
     runs = [_result(), _result()]
     for run in runs:
         run["gate_wall_s"] = {name: row["wall_s"] for name, row in run["variants"].items()}
     table = all_tables(runs, {})
     assert "### 2 runs: 8 tokens" in table
-    assert (
-        "| 0.90% +- 0.00%, 0.90% +- 0.00% | 1.100 +- 0.000, 1.100 +- 0.000, 1.100 +- 0.000 "
-        in table
-    )
+    ratio, share = "1.100 +- 0.000", "0.90% +- 0.00%"
+    assert f"| {ratio}, {ratio} | {share}, {share} | {ratio}, {ratio} |" in " ".join(table.split())
     assert "2 runs" not in all_tables([_result(), _result(layers=16)], {})
 
 

@@ -1,31 +1,25 @@
 """The gates alone, forward and backward: in one process with one thread, or on several ranks.
 
 The MoE layers keep their hooks but do nothing after their gate, so what is timed is the gates of
-one micro-step, with all that the plugin does for it. Every variant has an engine of its own, all
-with the same weights and tokens, and a block is one micro-step of each: what is compared lies
-milliseconds apart, whatever the machine's speed does meanwhile.
+one micro-step, with all that the plugin does for it. The second forward of `exact` is left out;
+it shows in whole steps.
 
 Shape legend: T tokens, M width, K choices.
 """
 
-import gc
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-import ds_moe_lb
 from launch.benchmark.ablations import taken_out
-from launch.benchmark.ranks import any_rank, say
 from launch.benchmark.shape import COEFFICIENT, Shape, Variant, make_engine, make_model
+from launch.benchmark.side_by_side import Lane, interleave, stopwatch
 
-_WARM_UP_BLOCKS = 8
-_BLOCKS_PER_PAUSE = 32  # from one collection of garbage, and look at the clock, to the next
+# In a block, rounded to whole windows: enough beside an installation, few enough for many blocks.
+_MICRO_STEPS = 16
 
 
 class Gates(nn.Module):
@@ -66,62 +60,47 @@ def _gate_only(layer: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
 def measure(
     shape: Shape, blocks: int, seconds: float, seed: int, variants: Sequence[Variant]
 ) -> dict[str, Any]:
-    """Wall and processor seconds of one micro-step's gates for every variant, block by block."""
+    """Wall and processor seconds of the gates of a block's micro-steps. Collective; for JSON."""
     shape = replace(shape, ranks=1)  # no expert parallelism: no layer gets as far as its experts
-    lanes: dict[str, Iterator[tuple[float, float]]] = {}
-    refused: dict[str, str] = {}
-    for variant in variants:
-        engine = make_engine(Gates(shape), shape, zero_stage=0)
-        try:
-            if variant.section is not None:
-                ds_moe_lb.install(engine, variant.section)
-        except ValueError as error:
-            refused[variant.name] = str(error)
-        else:
-            lanes[variant.name] = _micro_steps(engine, variant, _tokens(shape, engine.device))
-    gc.freeze()
-    order = random.Random(seed)
-    wall: dict[str, list[float]] = {name: [] for name in lanes}
-    cpu: dict[str, list[float]] = {name: [] for name in lanes}
-    begun = time.monotonic()
-    gc.disable()
-    for block in range(-_WARM_UP_BLOCKS, blocks):
-        if block % _BLOCKS_PER_PAUSE == 0:
-            gc.collect()
-            if block and any_rank(time.monotonic() - begun > seconds):
-                break
-        for name in order.sample(sorted(lanes), len(lanes)):
-            wall_s, cpu_s = next(lanes[name])
-            if block >= 0:
-                wall[name].append(wall_s)
-                cpu[name].append(cpu_s)
-    gc.enable()
-    say(f"  gates: {len(wall[variants[0].name])} blocks in {time.monotonic() - begun:.0f} s")
-    return {"gate_wall_s": wall, "gate_cpu_s": cpu, "refused": refused}
-
-
-def _tokens(shape: Shape, device: Any) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape.tokens, shape.model_dim, generator=generator).to(device)
+    x_TM = torch.randn(shape.tokens, shape.model_dim, generator=generator)
+    measured = interleave(
+        "gates",
+        variants,
+        lambda: make_engine(Gates(shape), shape, zero_stage=0),
+        lambda engine, variant: _lane(engine, variant, x_TM.to(engine.device)),
+        micro_steps=shape.gas * max(1, _MICRO_STEPS // shape.gas),
+        blocks=blocks,
+        seconds=seconds,
+        seed=seed,
+    )
+    return {
+        "gate_wall_s": measured["wall_s"],
+        "gate_cpu_s": measured["cpu_s"],
+        "refused": measured["refused"],
+    }
 
 
-def _micro_steps(engine: Any, variant: Variant, x_TM: Tensor) -> Iterator[tuple[float, float]]:
-    """Window after window without end: wall and processor seconds of each micro-step's gates."""
+def _lane(engine: Any, variant: Variant, x_TM: Tensor) -> Lane:
+    lane = _micro_steps(engine, variant, x_TM)
+    for _ in range(engine.gradient_accumulation_steps()):
+        next(lane)
+    return lane
+
+
+def _micro_steps(engine: Any, variant: Variant, x_TM: Tensor) -> Lane:
+    """Window after window without end, whose gates alone are timed."""
     gas = engine.gradient_accumulation_steps()
     while True:
         window: Any = range(gas)
-        if variant.section is not None and variant.section["estimate"] == "exact":
+        if variant.has_second_forward:
             window = engine.load_balancer.window([x_TM] * gas, engine)
         for _ in window:
             leaf_TM = x_TM.detach().requires_grad_()
-            with taken_out(variant.without):
-                get_accelerator().synchronize()
-                wall, cpu = time.perf_counter(), time.process_time()
+            with taken_out(variant.without), stopwatch() as times:
                 # Not through the engine, whose own time is no gate's; the model's hooks run all
                 # the same.
                 main, l_aux = engine.module(leaf_TM)
                 (main if variant.adds_loss else main + COEFFICIENT * l_aux).backward()
-                get_accelerator().synchronize()
-                times = (time.perf_counter() - wall, time.process_time() - cpu)
             engine.step()
             yield times

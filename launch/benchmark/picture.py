@@ -15,8 +15,6 @@ _COLOURS = {
     "boundary, aux_loss_coeff": "#56B4E9",
     "carry, l_aux": "#009E73",
     "carry, aux_loss_coeff": "#7FCDBB",
-    "exact, l_aux": "#000000",
-    "exact, aux_loss_coeff": "#CC79A7",
 }
 _NAMES = {"num_experts": "experts", "top_k": "k", "gas": "G", "ranks": "D"}
 

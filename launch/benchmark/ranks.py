@@ -104,3 +104,16 @@ def any_rank(condition: bool) -> bool:
     flag = torch.tensor([float(condition)], device=get_accelerator().current_device_name())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+def sum_over_ranks(numbers: list[float]) -> list[float]:
+    """Each number summed over the ranks. Collective."""
+    import deepspeed.comm as dist
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator().current_device_name()
+    total = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    summed: list[float] = total.tolist()
+    return summed

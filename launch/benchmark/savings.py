@@ -5,9 +5,9 @@ from typing import Any
 
 from launch.benchmark import gates
 from launch.benchmark.ablations import ASYNCHRONOUS, NAMESPACE, SHARED_SOFTMAX
+from launch.benchmark.one_engine import Bench
 from launch.benchmark.ranks import run_ranks, say
 from launch.benchmark.shape import Shape, ablated, plugin_variants
-from launch.benchmark.steps import Bench
 
 WINDOWS = 3  # over which a wait is the median
 

@@ -10,6 +10,7 @@ from typing import Any
 
 COEFFICIENT = 0.01
 SEQUENCES = 2
+WARM_UP_TOKENS = 64
 _SEED = 42
 _NEVER = 1_000_000_000
 
@@ -77,6 +78,11 @@ class Variant:
     def adds_loss(self) -> bool:
         """Whether the plugin adds the gradient itself; else the script adds ``l_aux``."""
         return self.section is not None and self.section.get("aux_loss_coeff") is not None
+
+    @property
+    def has_second_forward(self) -> bool:
+        """Whether the plugin runs the model a second time, which is no code of its own."""
+        return self.section is not None and self.section["estimate"] == "exact"
 
 
 PLAIN = Variant("plain DeepSpeed")
@@ -213,13 +219,14 @@ def make_engine(model: Any, shape: Shape, *, zero_stage: int = 1) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def make_batches(shape: Shape, *, tokens: int, rank: int, device: Any) -> list[Any]:
-    """One ``(B, S, M)`` micro-batch for each micro-step, each with a mean of its own."""
+def make_batches(shape: Shape, *, tokens: int, device: Any) -> list[Any]:
+    """This rank's ``(B, S, M)`` micro-batch for each micro-step, each with a mean of its own."""
+    import deepspeed.comm as dist
     import torch
 
     batches = []
     for micro_step in range(shape.gas):
-        generator = torch.Generator().manual_seed(1_000 * rank + micro_step)
+        generator = torch.Generator().manual_seed(1_000 * dist.get_rank() + micro_step)
         size = (SEQUENCES, max(tokens // SEQUENCES, 1), shape.model_dim)
         mean_M = torch.randn(shape.model_dim, generator=generator)
         batches.append((torch.randn(size, generator=generator) + 0.5 * mean_M).to(device))

@@ -38,7 +38,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     """The median, and the interval between two order statistics that covers it in 95% of cases.
 
     The sign test turned round: the number of values below the true median is binomial with 1/2,
-    whatever the distribution of the values, so the interval needs no assumption on the noise.
+    whatever the distribution of the values. They must be independent of each other, which is why a
+    benchmark's block is all that lies between two dealings of the engines.
     """
     ordered, number = sorted(values), len(values)
     outside = _outermost(number)

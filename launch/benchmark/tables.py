@@ -1,6 +1,7 @@
 """Results as tables of ratios, counts and waits, in Markdown for the README and the terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -79,7 +80,7 @@ def _costs(result: Result) -> str:
         plain.append(f"{len(steps)} blocks; a plain step takes {median(steps):.3f} s")
     if "gate, wall" in times:
         gates = times["gate, wall"][PLAIN.name]
-        plain.append(f"{len(gates)} blocks of gates, {1e3 * median(gates):.2f} ms plain")
+        plain.append(f"{len(gates)} blocks of gates, {1e3 * median(gates):.1f} ms plain")
     return f"{table}\n{'; '.join(plain)}.\n"
 
 
@@ -171,29 +172,34 @@ def _repeated(results: Sequence[Result]) -> list[list[Result]]:
 def _side_by_side(runs: Sequence[Result]) -> str:
     """Of runs of one shape, what targets are set for, with the half-width of each interval."""
 
-    def shares(name: str) -> list[str]:
-        rows = [run["variants"].get(name, {}) for run in runs]
-        values = [own_share(row) for row in rows if row.get("own")]
-        return [f"{x.median:.2%}{_plus_minus(x, '.2%')}" for x in values]
+    def each(digits: str, measured: Callable[[Result], Estimate | None]) -> str:
+        values = [value for value in map(measured, runs) if value is not None]
+        return ", ".join(f"{x.median:{digits}}{_plus_minus(x, digits)}" for x in values)
 
-    def gates(name: str) -> list[str]:
-        times = [run["gate_wall_s"] for run in runs if name in run.get("gate_wall_s", {})]
-        values = [ratios(one, name) for one in times]
-        if len(times) > 1:
-            pooled = {key: [s for one in times for s in one[key]] for key in (name, PLAIN.name)}
-            values.append(ratios(pooled, name))
-        return [f"{x.median:.3f}{_plus_minus(x, '.3f')}" for x in values]
+    def step(name: str, run: Result) -> Estimate | None:
+        times = column(run, "wall_s")
+        return ratios(times, name) if name in times else None
 
+    def share(name: str, run: Result) -> Estimate | None:
+        row = run["variants"].get(name, {})
+        return own_share(row) if row.get("own") else None
+
+    def gate(name: str, run: Result) -> Estimate | None:
+        times = run.get("gate_wall_s", {})
+        return ratios(times, name) if name in times else None
+
+    columns = {
+        "whole step / plain's": (step, ".3f"),
+        "own code / rest of a step": (share, ".2%"),
+        "gates / plain's": (gate, ".3f"),
+    }
     rows = [
-        [name, ", ".join(shares(name)), ", ".join(gates(name))]
+        [name, *(each(digits, partial(measured, name)) for measured, digits in columns.values())]
         for name in runs[0]["variants"]
         if name != PLAIN.name
     ]
     title = f"{len(runs)} runs: {describe(runs[0]['shape'])}"
-    gate_head = "gates, against plain DeepSpeed; the last: all blocks together"
-    return (
-        f"### {title}\n\n{markdown(['in each run', 'own code / rest of a step', gate_head], rows)}"
-    )
+    return f"### {title}\n\n{markdown(['in each run', *columns], rows)}"
 
 
 def _plus_minus(value: Estimate, digits: str) -> str:

@@ -1,16 +1,14 @@
-"""Whole training steps on several ranks: time, collectives, waits and memory of every variant."""
+"""Counts, waits, memory and own time of every variant, on one engine that they take in turn."""
 
 import gc
-import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import deepspeed.comm as dist
-import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_moe_lb
@@ -22,12 +20,12 @@ from launch.benchmark.meters import (
     OtherCollectives,
     OwnTime,
 )
-from launch.benchmark.ranks import any_rank, say
+from launch.benchmark.ranks import say
 from launch.benchmark.shape import (
     AGAIN,
-    COEFFICIENT,
     ESTIMATES,
     PLAIN,
+    WARM_UP_TOKENS,
     Shape,
     Variant,
     accepted,
@@ -37,9 +35,9 @@ from launch.benchmark.shape import (
     make_model,
     plugin_variants,
 )
+from launch.benchmark.whole_steps import micro_steps
 
-WARM_UP_TOKENS = 64
-MEASURES = ("counts", "waits", "own", "steps")
+MEASURES = ("counts", "waits", "own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +45,17 @@ class Plan:
     """How much is measured.
 
     Attributes:
-        blocks: repetitions at most; each times every variant once, in random order.
-        seconds: no block begins later than this.
         delays_ms: networks; for each the exposed time is measured.
         waits: windows over which an exposed time is the median.
         memory_tokens: tokens per micro-step at which memory is counted.
-        seed: of the order.
         estimates: of the plugin.
         measure: of MEASURES.
         own_windows: over which the plugin's own time is taken.
     """
 
-    blocks: int = 30
-    seconds: float = 1800.0
     delays_ms: tuple[float, ...] = (0.0,)
     waits: int = 3
     memory_tokens: tuple[int, ...] = ()
-    seed: int = 1
     estimates: tuple[str, ...] = ESTIMATES
     measure: tuple[str, ...] = MEASURES
     own_windows: int = 8
@@ -82,38 +74,12 @@ class Bench:
         gc.freeze()  # what is there now is there for good: collecting later takes no time
 
     def batches(self, tokens: int) -> list[Any]:
-        return make_batches(
-            self.shape, tokens=tokens, rank=dist.get_rank(), device=self.engine.device
-        )
+        return make_batches(self.shape, tokens=tokens, device=self.engine.device)
 
     def window(self, variant: Variant, batches: list[Any], forward: Any = None) -> None:
         """One optimizer step as a script makes it. Collective."""
-        forward = forward or self.engine
-        micro_steps: Iterable[Any] = batches
-        if variant.section is not None and variant.section["estimate"] == "exact":
-            micro_steps = self.engine.load_balancer.window(batches, self.engine)
-        for batch in micro_steps:
-            loss, l_aux = forward(batch)
-            self.engine.backward(loss if variant.adds_loss else loss + COEFFICIENT * l_aux)
-            self.engine.step()
-
-    def seconds(self, variant: Variant) -> tuple[float, float]:
-        """Wall time of one window, and processor time of all ranks together."""
-        with installed(self.engine, variant):
-            # `boundary` has a last window afterwards; the others get the same start.
-            self.window(variant, self.small)
-            gc.collect()
-            gc.disable()
-            _meet()
-            wall, cpu = time.perf_counter(), time.process_time()
-            self.window(variant, self.full)
-            cpu = time.process_time() - cpu
-            _meet()
-            wall = time.perf_counter() - wall
-            gc.enable()
-        total = torch.tensor([cpu], dtype=torch.float64, device=self.engine.device)
-        dist.all_reduce(total)
-        return wall, total.item()
+        for _ in micro_steps(self.engine, variant, batches, forward):
+            pass
 
     def count(self, variant: Variant) -> dict[str, Any]:
         """Collectives and host syncs of one optimizer step; neither depends on the tokens."""
@@ -207,10 +173,6 @@ def measure(shape: Shape, plan: Plan) -> dict[str, Any]:
         "variants": {variant.name: {} for variant in bench.variants},
     }
     _measure_each(bench, plan, result["variants"])
-    if "steps" in plan.measure:
-        wall, cpu = _time_blocks(bench, plan)
-        for name, row in result["variants"].items():
-            row["wall_s"], row["cpu_s"] = wall[name], cpu[name]
     return result
 
 
@@ -230,23 +192,7 @@ def _measure_each(bench: Bench, plan: Plan, rows: dict[str, dict[str, Any]]) -> 
             for delay_ms in plan.delays_ms
         }
         say(f"  waits: {variant.name}")
-    for variant in plugin if "own" in plan.measure else []:
+    own = [variant for variant in plugin if not variant.has_second_forward]
+    for variant in own if "own" in plan.measure else []:
         rows[variant.name]["own"] = bench.own_time(variant, windows=plan.own_windows)
         say(f"  own time: {variant.name}")
-
-
-def _time_blocks(bench: Bench, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Every variant once in each block, in an order drawn anew: ratios are taken inside blocks."""
-    order = random.Random(plan.seed)
-    wall: dict[str, list[float]] = {variant.name: [] for variant in bench.variants}
-    cpu: dict[str, list[float]] = {variant.name: [] for variant in bench.variants}
-    begun = time.monotonic()
-    for block in range(plan.blocks):
-        if block and any_rank(time.monotonic() - begun > plan.seconds):
-            break
-        for variant in order.sample(bench.variants, len(bench.variants)):
-            seconds, processor = bench.seconds(variant)
-            wall[variant.name].append(seconds)
-            cpu[variant.name].append(processor)
-        say(f"  block {block + 1} after {time.monotonic() - begun:.0f} s")
-    return wall, cpu
